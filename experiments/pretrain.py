@@ -1,0 +1,219 @@
+"""Train the bundled small host from scratch on synthetic tables.
+
+The architecture class is TabPFN's own `TabPFNV3` in a small configuration; the weights, the prior
+(`oretrofit.calibration.prior`) and the training are this project's.
+
+Shape suffixes: R rows, N train rows, B tables in the batch, C columns, L buckets.
+"""
+
+from __future__ import annotations
+
+import csv
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from tabpfn.architectures.shared.bar_distribution import FullSupportBarDistribution
+from tabpfn.architectures.tabpfn_v3 import TabPFNV3, TabPFNV3Config, get_architecture
+from tabpfn.checkpoint import save_as_safetensors
+from tabpfn.inference_config import InferenceConfig
+from tabpfn.preprocessing import PreprocessorConfig
+
+from ..calibration.prior import draw_sizes, draw_table
+
+SMALL_CONFIG = {
+    "embed_dim": 32,
+    "dist_embed_num_blocks": 2,
+    "dist_embed_num_heads": 2,
+    "dist_embed_num_inducing_points": 16,
+    "feat_agg_num_blocks": 2,
+    "feat_agg_num_heads": 2,
+    "feat_agg_num_cls_tokens": 4,
+    "nlayers": 6,
+    "icl_num_heads": 4,
+    "num_buckets": 500,
+    "softmax_scaling_mlp_hidden_dim": 16,
+}
+
+
+@dataclass(frozen=True)
+class PretrainSettings:
+    """Everything that, with the code, decides the weights.
+
+    Attributes:
+        steps: Optimizer steps in all. The learning rate is constant after the warm-up and falls
+            linearly to zero over the last `decay` share of them, so a run may be resumed with
+            more steps as long as it has not begun to decay.
+        seed: Seeds the initial weights and, with the step's number, every batch.
+        learning_rate: Peak rate, for Muon (scaled to AdamW's update size) and AdamW alike.
+        warmup: Steps of linear warm-up.
+        decay: Share of the steps over which the rate falls to zero.
+        max_rows: Largest table, train and test rows together.
+        max_columns: Widest table.
+        cells: Cells (rows x columns x tables) a batch aims at.
+        batch_rows: Most rows (rows x tables) in a batch.
+    """
+
+    steps: int = 10_000
+    seed: int = 0
+    learning_rate: float = 2e-3
+    warmup: int = 200
+    decay: float = 0.3
+    max_rows: int = 600
+    max_columns: int = 40
+    cells: int = 22_000
+    batch_rows: int = 3_600
+
+
+def new_host(seed: int) -> TabPFNV3:
+    """The small host with freshly initialised weights."""
+    torch.manual_seed(seed)
+    return get_architecture(TabPFNV3Config(**SMALL_CONFIG))
+
+
+def host_inference_config() -> InferenceConfig:
+    """The preprocessing that the bundled host asks `TabPFNRegressor` for."""
+    return InferenceConfig(
+        PREPROCESS_TRANSFORMS=[
+            PreprocessorConfig(name="none", categorical_name="numeric", max_features_per_estimator=60),
+            PreprocessorConfig(name="quantile_uni_coarse", categorical_name="numeric", max_features_per_estimator=60),
+        ],
+        FINGERPRINT_FEATURE=False,
+        SOFTMAX_TEMPERATURE=1.0,
+        MAX_CPU_SAMPLES=5000,
+    )
+
+
+def save_host(model: TabPFNV3, path: Path) -> None:
+    """Write a checkpoint that `TabPFNRegressor(model_path=path)` loads.
+
+    TabPFN reads the version off the file's name, so `path` must contain `v3`.
+    """
+    save_as_safetensors(
+        {
+            "state_dict": model.state_dict(),
+            "config": asdict(model.config),
+            "architecture_name": "tabpfn_v3",
+            "inference_config": asdict(host_inference_config()),
+        },
+        path,
+    )
+
+
+def draw_batch(rng: Generator, settings: PretrainSettings) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """One batch of tables of one shape.
+
+    Returns `x_RBC` and `y_RB`, the target standardised by its train rows, and the number N of
+    train rows.
+    """
+    rows, columns = draw_sizes(rng, settings.max_rows, settings.max_columns)
+    tables = int(np.clip(min(settings.cells // (rows * columns), settings.batch_rows // rows), 2, 64))
+    train = int(rows * rng.uniform(0.3, 0.9))
+    x, y = [], []
+    for _ in range(tables):
+        table = draw_table(rng, rows, columns)
+        order = rng.permutation(rows)
+        target = table.y[order]
+        scale = target[:train].std()
+        target = (target - target[:train].mean()) / (scale if scale > 1e-6 else 1.0)
+        x.append(_preprocess(rng, table.X[order], train))
+        y.append(np.clip(target, -50, 50))
+    x_RBC = torch.from_numpy(np.stack(x, axis=1)).float()
+    return x_RBC, torch.from_numpy(np.stack(y, axis=1)).float(), train
+
+
+def _preprocess(rng: Generator, X: np.ndarray, train: int) -> np.ndarray:
+    """What TabPFN's preprocessors may do to a table before the model sees it."""
+    kind = rng.random()
+    if kind < 0.3:  # uniform quantiles of the train rows
+        out = X.copy()
+        for c in range(X.shape[1]):
+            seen = np.sort(X[:train, c][np.isfinite(X[:train, c])])
+            known = np.isfinite(X[:, c])
+            if len(seen):
+                left = np.searchsorted(seen, X[known, c], "left")
+                right = np.searchsorted(seen, X[known, c], "right")
+                out[known, c] = (left + right) / (2 * len(seen))
+        return out
+    if kind < 0.45:  # robust scaling and soft clipping
+        center = np.nanmedian(X[:train], axis=0)
+        spread = np.nanquantile(X[:train], 0.75, axis=0) - np.nanquantile(X[:train], 0.25, axis=0)
+        z = (X - center) / np.where(spread > 1e-9, spread, 1.0)
+        return z / np.sqrt(1 + (z / 3) ** 2)
+    return X
+
+
+def _optimizers(model: TabPFNV3, settings: PretrainSettings) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices inside the blocks, AdamW for embeddings, readout and the rest."""
+    block = ("projection.weight", "mlp.0.weight", "mlp.2.weight")
+    matrices, rest = [], []
+    for name, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        inside = name.endswith(block) and "base_mlp" not in name and "query_mlp" not in name
+        (matrices if inside and not name.startswith("output_projection") else rest).append(p)
+    muon = torch.optim.Muon(
+        matrices, lr=settings.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4
+    )
+    return [muon, torch.optim.AdamW(rest, lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.98))]
+
+
+def _rate(step: int, settings: PretrainSettings) -> float:
+    decaying = (settings.steps - step) / (settings.decay * settings.steps)
+    return min(1.0, (step + 1) / settings.warmup, decaying)
+
+
+def pretrain(
+    settings: PretrainSettings, folder: Path, *, threads: int | None = None, save_every: int = 250
+) -> Iterator[tuple[int, float]]:
+    """Train the host, resuming from `folder` when it holds an earlier state.
+
+    Yields (step, mean loss since the last yield) every 25 steps: the negative log-likelihood of
+    the bar distribution over standardised targets. Writes `state.pt` (to resume), `loss.csv`, and
+    at the end `oretrofit-small-v3-regressor.safetensors` into `folder`.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    folder.mkdir(parents=True, exist_ok=True)
+    state_file, log_file = folder / "state.pt", folder / "loss.csv"
+    model = new_host(settings.seed).train()
+    distribution = FullSupportBarDistribution(model.regression_borders.clone())
+    optimizers = _optimizers(model, settings)
+    start, losses, began = 0, [], time.monotonic()
+    if state_file.exists():
+        state = torch.load(state_file, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        start = state["step"]
+    if not log_file.exists():
+        log_file.write_text("step,loss,seconds\n")
+
+    for step in range(start, settings.steps):
+        x_RBC, y_RB, train = draw_batch(np.random.default_rng([settings.seed, step]), settings)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.learning_rate * _rate(step, settings)
+        logits_MBL = model(x_RBC, y_RB[:train])
+        loss = distribution(logits_MBL, y_RB[train:]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        done = step + 1
+        if done % 25 == 0 or done == settings.steps:
+            with log_file.open("a", newline="") as f:
+                csv.writer(f).writerow([done, f"{np.mean(losses):.4f}", f"{time.monotonic() - began:.0f}"])
+            yield done, float(np.mean(losses))
+            losses = []
+        if done % save_every == 0 or done == settings.steps:
+            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": done}
+            torch.save(state, state_file.with_suffix(".tmp"))
+            state_file.with_suffix(".tmp").replace(state_file)
+    save_host(model.eval(), folder / "oretrofit-small-v3-regressor.safetensors")

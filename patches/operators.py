@@ -1,0 +1,247 @@
+"""The O-operators: each maps a zero token to zero and lets it change no other token.
+
+Shape suffixes: B batch, S receivers (queries), J sources (keys), H query heads, K key/value heads,
+D head width, E hidden width. Definitions: docs/theory.md, section 2 (after Gong, 2026).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .presence import gate, log_presence, presence
+
+# The score of a key without mass: finite, so that a row of nothing but such keys stays free of
+# NaN, and so low that beside any live key its weight underflows to exactly 0.
+_DEAD = -1e30
+
+# CUDA's grid limit on batch x heads in one fused attention call (pytorch issue 142228).
+_CUDA_MAX_CALLS = 65_535
+
+
+def oattention(
+    q_BHSD: Tensor,
+    k_BKJD: Tensor,
+    v_BKJD: Tensor,
+    *,
+    presence_BS: Tensor,
+    log_presence_BJ: Tensor,
+    visible: Tensor | None = None,
+    additive: Tensor | None = None,
+    eps_den: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """OAttention on projected heads: (B, H, S, D), in q's dtype.
+
+    `out_i = p_i * sum_j m_ij p_j exp(s_ij) v_j / (eps_den + sum_j m_ij p_j exp(s_ij))` with
+    `s = scale * q k^T + additive`. A source's mass enters as the key bias `log p_j`, so the whole
+    is one call of torch's fused attention; bias and gate stay in float32 for half-precision heads
+    (except the bias on CUDA, whose fused kernel takes it in q's dtype only).
+
+    Args:
+        q_BHSD: Queries.
+        k_BKJD: Keys; K must divide H (grouped heads).
+        v_BKJD: Values; their width may differ from D.
+        presence_BS: Presence p_i of the receivers; see `presence`.
+        log_presence_BJ: log p_j of the sources, -inf for no mass; see `log_presence`.
+        visible: The mask m, bool, broadcastable to (B, H, S, J); True means visible.
+        additive: Added to the scores, broadcastable to (B, H, S, J); -inf hides a source.
+        eps_den: Constant in the denominator. 0 stands for the limit 0+: the host's softmax where
+            there is any support, exactly 0 where there is none.
+        scale: Score scale, `1 / sqrt(D)` by default.
+
+    Exactly 0 for a receiver with p_i = 0 and for one that sees no source with p_j > 0. Raises
+    `ValueError` if K does not divide H or eps_den is negative.
+    """
+    heads, kv_heads = q_BHSD.shape[1], k_BKJD.shape[1]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
+    if eps_den < 0:
+        raise ValueError(f"eps_den must not be negative, got {eps_den}")
+
+    if heads != kv_heads:
+        k_BKJD = k_BKJD.repeat_interleave(heads // kv_heads, dim=1)
+        v_BKJD = v_BKJD.repeat_interleave(heads // kv_heads, dim=1)
+
+    bias = log_presence_BJ[:, None, None, :]
+    if additive is not None:
+        bias = bias + additive
+    if visible is not None:
+        bias = torch.where(visible, bias, -torch.inf)
+    live = bias > -torch.inf
+    bias = torch.where(live, bias, _DEAD)
+
+    gate_B1S1 = presence_BS[:, None, :, None]
+    if eps_den > 0:
+        # One more key of value 0 and score log(eps_den): a sink for the constant's share.
+        k_BKJD, v_BKJD = F.pad(k_BKJD, (0, 0, 0, 1)), F.pad(v_BKJD, (0, 0, 0, 1))
+        bias = F.pad(bias, (0, 1), value=math.log(eps_den))
+    else:
+        gate_B1S1 = gate_B1S1 * live.any(dim=-1, keepdim=True)
+
+    out_BHSD = _fused_attention(q_BHSD, k_BKJD.to(q_BHSD.dtype), v_BKJD.to(q_BHSD.dtype), bias, scale)
+    return (out_BHSD * gate_B1S1).to(q_BHSD.dtype)
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
+    """Torch's attention with a key bias, outside autocast, which would round the bias."""
+    if q.dtype in (torch.float16, torch.bfloat16) and q.device.type == "cuda":
+        bias = bias.clamp(min=torch.finfo(q.dtype).min / 2).to(q.dtype)
+    else:
+        bias = bias.to(torch.promote_types(q.dtype, torch.float32))
+    batch, heads = q.shape[:2]
+    with torch.autocast(q.device.type, enabled=False):
+        if q.device.type != "cuda" or batch * heads <= _CUDA_MAX_CALLS:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        step = max(1, _CUDA_MAX_CALLS // heads)
+        bias = bias.expand(batch, *bias.shape[1:])
+        return torch.cat(
+            [
+                F.scaled_dot_product_attention(
+                    q[i : i + step], k[i : i + step], v[i : i + step], attn_mask=bias[i : i + step], scale=scale
+                )
+                for i in range(0, batch, step)
+            ]
+        )
+
+
+def oinject(h: Tensor, u: Tensor, tau: float) -> Tensor:
+    """OInject: `h + p(h) * u`, outside information u added to a carrier h; both (..., E)."""
+    return h + gate(presence(h, tau), u)
+
+
+def ostandardize(x_SE: Tensor, presence_S: Tensor, eps: float = 1e-5) -> Tensor:
+    """OStandardize: standardise across tokens with presence as mass, (..., S, E) -> (..., S, E).
+
+    `mu = sum p x / sum p`, `var = sum p (x - mu)^2 / sum p`, output `p * (x - mu) / sqrt(var + eps)`.
+    presence_S is (..., S). Without any mass the output is exactly 0. Computed in float32 at least,
+    returned in x's dtype.
+    """
+    x = x_SE.to(torch.promote_types(x_SE.dtype, torch.float32))
+    p = presence_S.unsqueeze(-1).to(x.dtype)
+    mass = p.sum(dim=-2, keepdim=True)
+    share = p / torch.where(mass > 0, mass, torch.ones_like(mass))
+    centered = x - (share * x).sum(dim=-2, keepdim=True)
+    var = (share * centered.square()).sum(dim=-2, keepdim=True)
+    return (p * centered / torch.sqrt(var + eps)).to(x_SE.dtype)
+
+
+class ONorm(nn.Module):
+    """ONorm: `p(h) * norm(h)`, (..., E) -> (..., E); also closes a norm with a bias."""
+
+    def __init__(self, norm: Callable[[Tensor], Tensor], tau: float) -> None:
+        super().__init__()
+        self.norm = norm
+        self.tau = tau
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Norm h, gated by its own presence."""
+        return gate(presence(h, self.tau), self.norm(h))
+
+
+class OFFN(nn.Module):
+    """OFFN: `h + p(h) * ffn(h)`, (..., E) -> (..., E); also closes a network with biases."""
+
+    def __init__(self, ffn: Callable[[Tensor], Tensor], tau: float) -> None:
+        super().__init__()
+        self.ffn = ffn
+        self.tau = tau
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Add the network's output, gated by the presence of h."""
+        return oinject(h, self.ffn(h), self.tau)
+
+
+class OAttention(nn.Module):
+    """OAttention with its projections: self-attention, or cross-attention given a context.
+
+    The output projection has no bias: it would reach receivers without support.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, tau: float, *, num_kv_heads: int | None = None, eps_den: float = 0.0
+    ) -> None:
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.tau = tau
+        self.eps_den = eps_den
+        head_dim = embed_dim // num_heads
+        self.q_projection = nn.Linear(embed_dim, embed_dim)
+        self.k_projection = nn.Linear(embed_dim, self.num_kv_heads * head_dim)
+        self.v_projection = nn.Linear(embed_dim, self.num_kv_heads * head_dim)
+        self.out_projection = nn.Linear(embed_dim, embed_dim, bias=False)
+
+    def forward(
+        self,
+        h_BSE: Tensor,
+        context_BJE: Tensor | None = None,
+        *,
+        norm: Callable[[Tensor], Tensor] | None = None,
+        visible: Tensor | None = None,
+        additive: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from h to the context (h itself by default): (B, S, E), the residual branch.
+
+        h and context are carriers: presence is read off them as they are. `norm`, if given, is
+        applied to what is projected, after presence has been read: behind a norm every live token
+        has the same length. `visible` and `additive` as in `oattention`.
+        """
+        context_BJE = h_BSE if context_BJE is None else context_BJE
+        x, c = (h_BSE, context_BJE) if norm is None else (norm(h_BSE), norm(context_BJE))
+
+        def heads(projected: Tensor, count: int) -> Tensor:
+            return projected.unflatten(-1, (count, -1)).transpose(1, 2)
+
+        out_BHSD = oattention(
+            heads(self.q_projection(x), self.num_heads),
+            heads(self.k_projection(c), self.num_kv_heads),
+            heads(self.v_projection(c), self.num_kv_heads),
+            presence_BS=presence(h_BSE, self.tau),
+            log_presence_BJ=log_presence(context_BJE, self.tau),
+            visible=visible,
+            additive=additive,
+            eps_den=self.eps_den,
+        )
+        return self.out_projection(out_BHSD.transpose(1, 2).flatten(-2))
+
+
+class OTransformerBlock(nn.Module):
+    """A pre-norm transformer block of O-operators, with affine LayerNorms and an FFN with biases.
+
+    `h + OAttention(h)`, then `h + p(h) * FFN(p(h) * LayerNorm(h))`. O-closed: a zero token stays
+    exactly zero and changes nobody.
+    """
+
+    def __init__(self, embed_dim: int, num_heads: int, tau: float, *, ff_factor: int = 4) -> None:
+        super().__init__()
+        self.attention = OAttention(embed_dim, num_heads, tau)
+        self.norm = nn.LayerNorm(embed_dim)
+        hidden = embed_dim * ff_factor
+        ffn = nn.Sequential(nn.Linear(embed_dim, hidden), nn.GELU(), nn.Linear(hidden, embed_dim))
+        self.ffn = OFFN(nn.Sequential(ONorm(nn.LayerNorm(embed_dim), tau), *ffn), tau)
+
+    def forward(self, h_BSE: Tensor, *, visible: Tensor | None = None) -> Tensor:
+        """(B, S, E) -> (B, S, E)."""
+        return self.ffn(h_BSE + self.attention(h_BSE, norm=self.norm, visible=visible))
+
+
+class OTransformer(nn.Module):
+    """A stack of `OTransformerBlock`s and a gated last norm: the small reference model."""
+
+    def __init__(self, embed_dim: int, num_heads: int, num_blocks: int, tau: float = 1e-3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OTransformerBlock(embed_dim, num_heads, tau) for _ in range(num_blocks))
+        self.norm = ONorm(nn.LayerNorm(embed_dim), tau)
+
+    def forward(self, h_BSE: Tensor, *, visible: Tensor | None = None) -> Tensor:
+        """(B, S, E) -> (B, S, E); `visible` as in `oattention`."""
+        for block in self.blocks:
+            h_BSE = block(h_BSE, visible=visible)
+        return self.norm(h_BSE)

@@ -1,0 +1,59 @@
+"""Presence: how much of a token is there, read off its hidden vector.
+
+Shape suffixes: `...` leading dims, S tokens, E hidden width. Definitions: docs/theory.md, section 2
+(after Gong, "From Attention Masks to Inert Zero-Vector Tokens", 2026).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def squared_norm(h: Tensor) -> Tensor:
+    """`||h||^2` over the last dim: (..., E) -> (...), in float32 at least.
+
+    Half precision is widened before squaring: in float16 the square overflows at `||h|| > 256`.
+    """
+    return h.to(torch.promote_types(h.dtype, torch.float32)).square().sum(dim=-1)
+
+
+def presence(h: Tensor, tau: float) -> Tensor:
+    """`p = ||h||^2 / (tau + ||h||^2)`: (..., E) -> (...), in [0, 1], float32 at least.
+
+    Exactly 0 at `h = 0` and nowhere else (short of underflow of the square); tends to 1 for a
+    fixed non-zero `h` as tau -> 0. tau has the unit of `||h||^2`. Differentiable everywhere.
+    Raises `ValueError` unless tau is positive and finite.
+    """
+    n = squared_norm(h)
+    return n / (_checked(tau, n.dtype) + n)
+
+
+def log_presence(h: Tensor, tau: float) -> Tensor:
+    """`log p = -log1p(tau / ||h||^2)`: (..., E) -> (...), in [-inf, 0], float32 at least.
+
+    -inf at `h = 0`, where the gradient is defined as 0. Accurate where p is close to 1, unlike
+    `presence(h, tau).log()`. Raises `ValueError` unless tau is positive and finite.
+    """
+    n = squared_norm(h)
+    live = n > 0
+    # Masked before the division: masking only the result would leave NaN in the gradient at 0.
+    safe = torch.where(live, n, torch.ones_like(n))
+    return torch.where(live, -torch.log1p(_checked(tau, n.dtype) / safe), -torch.inf)
+
+
+def gate(p: Tensor, y: Tensor) -> Tensor:
+    """`p * y` per token: p (...), y (..., E) -> (..., E) in y's dtype, rounded once.
+
+    Exactly 0 where p is 0.
+    """
+    return (p.unsqueeze(-1) * y).to(y.dtype)
+
+
+def _checked(tau: float, dtype: torch.dtype) -> float:
+    if not (tau > 0 and math.isfinite(tau)):
+        raise ValueError(f"tau must be a positive finite number, not {tau!r}")
+    # A tau that underflowed to 0 would make p = 0/0 at h = 0.
+    return max(tau, torch.finfo(dtype).tiny)
