@@ -1,0 +1,1 @@
+"""Carrier statistics on synthetic tables, and the choice of tau per carrier."""

@@ -1,0 +1,1 @@
+"""Hosts, variants, and the patching, saving and loading of a retrofit."""

@@ -1,0 +1,237 @@
+"""`patch`, `load` and the `Retrofit` they return."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+import joblib
+import pandas as pd
+import torch
+from tabpfn import TabPFNRegressor
+from tabpfn.architectures.tabpfn_v3 import TabPFNV3
+from tabpfn.base import ModelSpecs
+from tabpfn.inference import InferenceEngine
+from tabpfn.model_loading import save_fitted_tabpfn_model
+
+from ..calibration.carriers import calibration_tables, measure_carriers
+from ..calibration.tau import check_delta, choose_tau, presence_report
+from .hosts import Host, HostError, HostLike, load_host
+from .patcher import Site, carriers, check_variant, patch_model
+
+DEFAULT_DELTA = 1e-3
+DEFAULT_QUANTILE = 0.01
+DEFAULT_TABLES = 16
+CALIBRATION_SEED = 20_000
+
+_FORMAT = "oretrofit-1"
+_FIT_SUFFIX = ".tabpfn_fit"
+
+
+class RetrofitError(ValueError):
+    """A retrofit file that cannot be used: not one, of another version, or made for other weights."""
+
+
+@dataclass
+class Retrofit:
+    """A patched clone of a host, and how it was made.
+
+    Attributes:
+        host: The host; its model is never touched.
+        variant: `oa` or `full-o`.
+        model: The patched clone. Give estimators `specs`, not this.
+        sites: Every patched carrier with its tau.
+        calibration: The settings that tau was chosen with.
+        statistics: Per site, quantiles of `||h||^2` and presence on the calibration tables; empty
+            where tau was given.
+    """
+
+    host: Host
+    variant: str
+    model: TabPFNV3
+    sites: list[Site]
+    calibration: dict[str, Any]
+    statistics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> ModelSpecs:
+        """A fresh copy of the patched model for `TabPFNRegressor(model_path=...)`.
+
+        A copy each time: TabPFN's engines cast the model they run to another precision in place.
+        """
+        return self.host.specs(self.model)
+
+    @property
+    def host_specs(self) -> ModelSpecs:
+        """The same for the unpatched host."""
+        return self.host.specs()
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One row a site: name, carrier, classes, tau and, where calibrated, the statistics."""
+        return pd.DataFrame([asdict(site) | self.statistics.get(site.name, {}) for site in self.sites])
+
+    def save(self, path: str | Path) -> None:
+        """Write the retrofit as JSON: the host's identity, variant, taus, settings; no weights."""
+        content = {
+            "format": _FORMAT,
+            "host": {"name": self.host.name, "sha256": self.host.sha256},
+            "variant": self.variant,
+            "tau": {site.name: site.tau for site in self.sites},
+            "calibration": self.calibration,
+            "statistics": self.statistics,
+            "versions": {name: installed_version(name) for name in ("oretrofit", "tabpfn", "torch")},
+        }
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+    def save_fit(self, regressor: TabPFNRegressor, path: str | Path) -> None:
+        """Save a regressor fitted on this retrofit's specs, without weights, to a `.tabpfn_fit` file.
+
+        TabPFN's own `save_fit_state` cannot write an estimator that was built from specs.
+        Raises `ValueError` if the regressor is not fitted or the suffix is another.
+        """
+        path = Path(path)
+        if path.suffix != _FIT_SUFFIX:
+            raise ValueError(f"the file must end in {_FIT_SUFFIX}, not {path.name!r}")
+        if not hasattr(regressor, "executor_"):
+            raise ValueError("the regressor is not fitted; call fit first")
+        named = copy.copy(regressor)
+        named.model_path = "oretrofit"  # specs are no JSON; `load_fit` puts this retrofit's in
+        save_fitted_tabpfn_model(named, path)
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("oretrofit.json", json.dumps(self._identity()))
+
+    def load_fit(self, path: str | Path, *, device: str = "auto") -> TabPFNRegressor:
+        """Load a regressor saved by `save_fit` of this retrofit (same weights, variant and taus).
+
+        The file holds pickled preprocessors, as TabPFN's own do: load only what you trust.
+        Raises `RetrofitError` if it was saved by another retrofit, or is no such file.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    saved_by = json.loads(archive.read("oretrofit.json"))
+                    if saved_by != self._identity():
+                        raise RetrofitError(f"{path} was saved by a retrofit with other weights, variant or taus")
+                    archive.extractall(folder)
+            except (OSError, KeyError, zipfile.BadZipFile) as error:
+                raise RetrofitError(f"{path} was not saved by Retrofit.save_fit: {error}") from error
+            files = Path(folder)
+            params = json.loads((files / "init_params.json").read_text())
+            params.pop("__class_name__")
+            precision = str(params["inference_precision"])
+            if precision.startswith("torch."):
+                params["inference_precision"] = getattr(torch, precision.removeprefix("torch."))
+            regressor = TabPFNRegressor(**{**params, "model_path": self.specs, "device": device})
+            regressor._initialize_model_variables()
+            for name, value in joblib.load(files / "fitted_attrs.joblib").items():
+                setattr(regressor, name, value)
+            regressor.executor_ = InferenceEngine.load_state(files / "executor_state.joblib", regressor.models_)
+        regressor.to(device)
+        return regressor
+
+    def _identity(self) -> dict[str, Any]:
+        taus = {site.name: site.tau for site in self.sites}
+        return {"sha256": self.host.sha256, "variant": self.variant, "tau": taus}
+
+
+def patch(
+    host: HostLike | Host = "small",
+    variant: str = "full-o",
+    *,
+    delta: float = DEFAULT_DELTA,
+    quantile: float = DEFAULT_QUANTILE,
+    tau: float | None = None,
+    tables: int = DEFAULT_TABLES,
+    seed: int = CALIBRATION_SEED,
+    device: str = "cpu",
+    on_table: Callable[[], None] | None = None,
+) -> Retrofit:
+    """Clone a host, calibrate tau per carrier, and patch the clone. No weight is trained.
+
+    Calibration fits and predicts synthetic tables with the host through TabPFN's own
+    preprocessing, and sets each carrier's tau so that all but the `quantile` smallest of its tokens
+    keep presence of at least `1 - delta`.
+
+    Args:
+        host: A host's name or path, a `TabPFNRegressor`, or a v3 model; see `load_host`.
+        variant: `oa` (OAttention everywhere) or `full-o` (and OFFN and ONorm).
+        delta: 1 minus the presence at the quantile, in (0, 1).
+        quantile: Which low quantile of the live carriers' `||h||^2`, in [0, 1].
+        tau: One value for every site instead of calibrating, in the unit of `||h||^2`.
+        tables: Synthetic tables to calibrate on.
+        seed: Seed of those tables.
+        device: Where the calibration runs.
+        on_table: Called after each calibration table, to show progress.
+
+    Raises:
+        HostError: The host cannot be found, read, or is no v3 regressor.
+        PatchError: The model has parts that are not known.
+        ValueError: An unknown variant, or a number out of range.
+    """
+    check_variant(variant)
+    check_delta(delta)
+    host = load_host(host)
+    names = carriers(host.model, variant)
+    if tau is not None:
+        return _assemble(host, variant, dict.fromkeys(names, tau), {"tau": tau})
+    if tables < 1:
+        raise ValueError(f"calibration needs at least one table, got {tables}")
+    squared_norms = measure_carriers(
+        host.specs(), list(names), calibration_tables(tables, seed), device=device, on_table=on_table
+    )
+    taus = {name: choose_tau(n, delta, quantile) for name, n in squared_norms.items()}
+    statistics = {name: presence_report(n, taus[name]) for name, n in squared_norms.items()}
+    settings = {"delta": delta, "quantile": quantile, "tables": tables, "seed": seed}
+    return _assemble(host, variant, taus, settings, statistics)
+
+
+def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:
+    """Load a retrofit saved by `Retrofit.save`.
+
+    Args:
+        path: The JSON file.
+        host: The host it was made for, by default the one that the file names.
+
+    Raises:
+        RetrofitError: Not a retrofit file, or made for other weights than the host's.
+        HostError: The host cannot be loaded, or the file names none and none was given.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        if content["format"] != _FORMAT:
+            raise RetrofitError(f"{path} has format {content['format']!r}; this version reads {_FORMAT!r}")
+        stored, variant, taus = content["host"], content["variant"], content["tau"]
+        check_variant(variant)
+    except RetrofitError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {error!r}") from error
+    if host is None and stored["name"] is None:
+        raise HostError(f"{path} was made for a model given as an object; say which one: load(FILE, host=...)")
+    loaded = load_host(stored["name"] if host is None else host)
+    if loaded.sha256 != stored["sha256"]:
+        raise RetrofitError(
+            f"{path} was made for other weights: host {stored['name'] or '(an object)'} with SHA-256 "
+            f"{stored['sha256'][:12]}..., not {loaded.name or 'the given host'} with {loaded.sha256[:12]}..."
+        )
+    return _assemble(loaded, variant, taus, content.get("calibration", {}), content.get("statistics", {}))
+
+
+def _assemble(
+    host: Host,
+    variant: str,
+    taus: dict[str, float],
+    calibration: dict[str, Any],
+    statistics: dict[str, dict[str, float]] | None = None,
+) -> Retrofit:
+    model = copy.deepcopy(host.model)
+    sites = patch_model(model, variant, taus)
+    return Retrofit(host, variant, model, sites, calibration, statistics or {})
