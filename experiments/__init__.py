@@ -1,0 +1,1 @@
+"""Datasets, evaluation on matched cases, benchmarks, and the training of the bundled host."""

@@ -150,7 +150,8 @@ def _preprocess(rng: Generator, X: np.ndarray, train: int) -> np.ndarray:
 def _optimizers(model: TabPFNV3, settings: PretrainSettings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, readout and the rest."""
     block = ("projection.weight", "mlp.0.weight", "mlp.2.weight")
-    matrices, rest = [], []
+    matrices: list[torch.Tensor] = []
+    rest: list[torch.Tensor] = []
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue

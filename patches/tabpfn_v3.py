@@ -332,8 +332,7 @@ class OTabPFNV3Cache(tabpfn_v3.TabPFNV3Cache):
     def concatenate(cls, caches: Sequence[kv_cache.KVCache]) -> OTabPFNV3Cache:
         """One cache holding the batch elements of `caches` in order; consumes them."""
         log_presence = {
-            layer: torch.cat([cast("OKVCacheEntry", cache.kv[layer]).log_presence for cache in caches])
-            for layer in caches[0].kv
+            layer: torch.cat([cast("Any", cache.kv[layer]).log_presence for cache in caches]) for layer in caches[0].kv
         }
         joined = super().concatenate(caches)
         for layer, entry in joined.kv.items():

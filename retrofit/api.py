@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import joblib
+import numpy as np
 import pandas as pd
 import torch
 from tabpfn import TabPFNRegressor
@@ -153,6 +154,7 @@ def patch(
     seed: int = CALIBRATION_SEED,
     device: str = "cpu",
     on_table: Callable[[], None] | None = None,
+    squared_norms: dict[str, np.ndarray] | None = None,
 ) -> Retrofit:
     """Clone a host, calibrate tau per carrier, and patch the clone. No weight is trained.
 
@@ -170,6 +172,8 @@ def patch(
         seed: Seed of those tables.
         device: Where the calibration runs.
         on_table: Called after each calibration table, to show progress.
+        squared_norms: What `measure` returned for this host, tables and seed, to patch it several
+            times on one measurement.
 
     Raises:
         HostError: The host cannot be found, read, or is no v3 regressor.
@@ -182,15 +186,27 @@ def patch(
     names = carriers(host.model, variant)
     if tau is not None:
         return _assemble(host, variant, dict.fromkeys(names, tau), {"tau": tau})
-    if tables < 1:
-        raise ValueError(f"calibration needs at least one table, got {tables}")
-    squared_norms = measure_carriers(
-        host.specs(), list(names), calibration_tables(tables, seed), device=device, on_table=on_table
-    )
-    taus = {name: choose_tau(n, delta, quantile) for name, n in squared_norms.items()}
-    statistics = {name: presence_report(n, taus[name]) for name, n in squared_norms.items()}
+    if squared_norms is None:
+        squared_norms = measure(host, tables=tables, seed=seed, device=device, on_table=on_table)
+    taus = {name: choose_tau(squared_norms[name], delta, quantile) for name in names}
+    statistics = {name: presence_report(squared_norms[name], taus[name]) for name in names}
     settings = {"delta": delta, "quantile": quantile, "tables": tables, "seed": seed}
     return _assemble(host, variant, taus, settings, statistics)
+
+
+def measure(
+    host: Host,
+    *,
+    tables: int = DEFAULT_TABLES,
+    seed: int = CALIBRATION_SEED,
+    device: str = "cpu",
+    on_table: Callable[[], None] | None = None,
+) -> dict[str, np.ndarray]:
+    """`||h||^2` of every carrier of the host on synthetic tables; arguments as of `patch`."""
+    if tables < 1:
+        raise ValueError(f"calibration needs at least one table, got {tables}")
+    names = list(carriers(host.model, "full-o"))
+    return measure_carriers(host.specs(), names, calibration_tables(tables, seed), device=device, on_table=on_table)
 
 
 def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:

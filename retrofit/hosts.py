@@ -8,7 +8,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from tabpfn import TabPFNRegressor
@@ -34,7 +34,7 @@ HOST_NAMES = {
     "v3": "Prior Labs' default v3 regressor, through TabPFN's own loader and cache",
 }
 
-HostLike = str | Path | TabPFNRegressor | TabPFNV3
+HostLike: TypeAlias = str | Path | TabPFNRegressor | TabPFNV3
 
 _HOW_TO_GET_V3 = (
     "Prior Labs' v3 regressor is the host `v3`; it needs their licence (TABPFN_TOKEN) or its checkpoint "

@@ -129,10 +129,11 @@ def patch_model(model: nn.Module, variant: str, taus: Mapping[str, float]) -> li
     for name, carrier in wanted.items():
         norm = model.get_submodule(name)
         norm.__class__ = GatedNorm if carrier in _GATED else CarrierNorm
-        norm.tau = float(taus[name])
+        tau = float(taus[name])
+        norm.__dict__["tau"] = tau
         # A readout's norm is the site itself; elsewhere it is the block that changes its forward.
         at = norm if carrier == "readout" else model.get_submodule(name.rpartition(".")[0])
-        sites.append(Site(name, carrier, host_class(at).__name__, type(at).__name__, norm.tau))
+        sites.append(Site(name, carrier, host_class(at).__name__, type(at).__name__, tau))
     return sites
 
 

@@ -1,0 +1,27 @@
+# `make eval` runs the main job and `make test` the checks; both set up .venv first.
+PYTHON ?= python3
+VENV ?= .venv
+# Extra arguments for pip, e.g. PIP_ARGS="-c .ci/constraints.txt" for a fixed torch.
+PIP_ARGS ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: eval test lint
+
+eval: $(VENV)/installed
+	$(BIN)/oretrofit eval --seeds 3
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	MYPYPATH=$(VENV)/typing $(BIN)/mypy -p oretrofit
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[dev]"
+	# The root is the package, whatever its folder is called: give the type checker its name.
+	mkdir -p $(VENV)/typing && ln -sfn "$(CURDIR)" $(VENV)/typing/oretrofit
+	touch $@
