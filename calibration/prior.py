@@ -84,7 +84,7 @@ def _latent_columns(rng: Generator, rows: int, columns: int) -> Array:
 
 def _causal_graph(rng: Generator, rows: int, columns: int) -> tuple[Array, Array]:
     """Columns and target are nodes of a random layered graph with noise at every node."""
-    width = int(max(4, columns + rng.integers(1, columns + 5)))
+    width = max(4, columns + int(rng.integers(1, columns + 5)))
     layer = rng.standard_normal((rows, int(rng.integers(1, 12))))
     nodes = [layer]
     for _ in range(int(rng.integers(1, 4))):
@@ -215,7 +215,7 @@ def _additive(rng: Generator, v: Array) -> Array:
 
 def _spoil_target(rng: Generator, signal: Array, effects: Array) -> Array:
     rows = len(signal)
-    noise = rng.standard_normal(rows) if rng.random() < 0.8 else rng.standard_t(rng.uniform(2.5, 6), rows)
+    noise: Array = rng.standard_normal(rows) if rng.random() < 0.8 else rng.standard_t(rng.uniform(2.5, 6), rows)
     if rng.random() < 0.3:
         noise = noise * np.exp(0.7 * _standardize(effects @ rng.standard_normal(effects.shape[1])))
     y = signal + np.exp(rng.uniform(np.log(0.02), np.log(1.2))) * noise
@@ -232,7 +232,7 @@ def _spoil_target(rng: Generator, signal: Array, effects: Array) -> Array:
 
 
 def _drop_cells(rng: Generator, X: Array) -> Array:
-    rate = rng.uniform(0, 0.3) * rng.random(X.shape[1]) * (rng.random(X.shape[1]) < 0.6)
+    rate = np.asarray(rng.uniform(0, 0.3) * rng.random(X.shape[1]) * (rng.random(X.shape[1]) < 0.6))
     if rng.random() < 0.3:
         # Missing more often where the value is large.
         rate = rate * 2 * (X > np.median(X, axis=0))

@@ -11,7 +11,7 @@ from sklearn.ensemble import RandomForestRegressor
 from sklearn.impute import SimpleImputer
 from sklearn.linear_model import RidgeCV
 from sklearn.pipeline import Pipeline, make_pipeline
-from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, StandardScaler
+from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, OrdinalEncoder, StandardScaler
 from tabpfn import TabPFNRegressor
 
 from ..retrofit.hosts import Host
@@ -65,11 +65,16 @@ def _split_columns(X: pd.DataFrame) -> tuple[list[str], list[str]]:
     return numeric, [column for column in X.columns if column not in numeric]
 
 
+def _as_strings(X: pd.DataFrame) -> pd.DataFrame:
+    """Levels as text, a missing one as a level of its own: scikit-learn's encoders refuse pandas' NA."""
+    return X.astype(object).where(X.notna(), "missing").astype(str)
+
+
 def _ridge(X: pd.DataFrame) -> Pipeline:
     numeric, categorical = _split_columns(X)
     columns = make_column_transformer(
         (make_pipeline(SimpleImputer(), StandardScaler()), numeric),
-        (OneHotEncoder(handle_unknown="ignore"), categorical),
+        (make_pipeline(FunctionTransformer(_as_strings), OneHotEncoder(handle_unknown="ignore")), categorical),
         sparse_threshold=0,
     )
     return make_pipeline(columns, RidgeCV(np.logspace(-3, 4, 22)))
@@ -77,8 +82,9 @@ def _ridge(X: pd.DataFrame) -> Pipeline:
 
 def _forest(X: pd.DataFrame, seed: int) -> Pipeline:
     numeric, categorical = _split_columns(X)
+    codes = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
     columns = make_column_transformer(
         (SimpleImputer(), numeric),
-        (OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1), categorical),
+        (make_pipeline(FunctionTransformer(_as_strings), codes), categorical),
     )
     return make_pipeline(columns, RandomForestRegressor(200, random_state=seed))

@@ -43,6 +43,7 @@ from ..retrofit.api import (
 from ..retrofit.hosts import Host
 from ..retrofit.patcher import VARIANTS
 from .datasets import Case, load_dataset, make_case
+from .frontier import compare_predictions, predict_tables
 
 IDENTITY = "identity"
 IDENTITY_DELTA = 1e-6
@@ -92,6 +93,7 @@ class Plan:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        """Check the values."""
         for variant in self.variants:
             if variant not in (IDENTITY, *VARIANTS):
                 raise ValueError(f"unknown variant {variant!r}; there are: {', '.join([IDENTITY, *VARIANTS])}")
@@ -214,7 +216,7 @@ def open_run(plan: Plan, folder: Path) -> list[CaseResult]:
     settings_file, cases_file = folder / "settings.json", folder / "cases.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        if settings_file.exists() or cases_file.exists():
+        if settings_file.exists() or cases_file.exists() or any(folder.glob("retrofit-*.json")):
             stored = json.loads(settings_file.read_text())
             if different := _differences(stored, settings):
                 raise ValueError(
@@ -303,6 +305,24 @@ def evaluate(
             if on_case is not None:
                 on_case(result)
     return results, failures
+
+
+def near_identity(
+    retrofit: Retrofit, tables: int, seed: int, device: str, on_table: Callable[[], None] | None = None
+) -> dict[str, float]:
+    """Compare a retrofit with its host, in float32, on synthetic tables of a seed not calibrated on.
+
+    `on_table` is called twice a table. Returns what `frontier.compare_predictions` does.
+    """
+    held_out = calibration_tables(tables, seed)
+    host: list[np.ndarray] = []
+    variant: list[np.ndarray] = []
+    for predicted, specs in ((host, retrofit.host_specs), (variant, retrofit.specs)):
+        for table in held_out:
+            predicted += predict_tables(specs, [table], device)
+            if on_table is not None:
+                on_table()
+    return compare_predictions(host, variant, held_out)
 
 
 def case_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:

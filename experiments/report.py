@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,23 @@ import numpy as np
 import pandas as pd
 
 # What the paper reports: mean RMSE change over 18 matched cases of its own.
-PAPER = {
+PAPER: dict[str, Any] = {
     "note": "another host on other data",
     "cases": 18,
     "mean_rmse_delta_pct": {"oa": 0.088, "full-o": 0.177},
 }
 
+# How the site table shortens the names of TabPFN's modules.
+SHORT_NAMES = {
+    "feature_distribution_embedder.layers": "emb",
+    "column_aggregator": "agg",
+    "icl_blocks": "icl",
+    "cross_attn_block": "cross",
+    "layernorm": "ln",
+}
+
 _RESAMPLES = 10_000
+_STYLES = {"identity": ("s", "#8c8c8c"), "oa": ("o", "#1f6fb4"), "full-o": ("^", "#c8501e")}
 
 Cells = tuple[list[str], list[list[str]]]
 
@@ -69,26 +79,27 @@ def write_report(
 
 
 def summary_cells(variants: dict[str, dict[str, Any]]) -> Cells:
-    """Header and cells of the summary table, a row a variant."""
-    header = ["variant", "cases", "mean", "median", "worst", "95 % CI", "wins : losses"]
-    header += ["NLL change", "largest shift", "time", "memory"]
-    cells = []
-    for name, s in variants.items():
-        memory = s["peak_memory_ratio"]
-        cells.append(
-            [
-                name,
-                str(s["cases"]),
-                *(f"{s[f'{kind}_rmse_delta_pct']:+.4f}" for kind in ("mean", "median", "worst")),
-                "{:+.4f} to {:+.4f}".format(*s["ci95_pct"]),
-                f"{s['wins']} : {s['losses']}",
-                f"{s['mean_nll_delta']:+.5f}",
-                f"{s['max_abs_diff_sd']:.2g}",
-                f"{s['time_ratio']:.2f}",
-                "–" if memory is None else f"{memory:.2f}",
-            ]
-        )
-    return header, cells
+    """Header and cells of the summary table: a column a variant, so that it fits a terminal."""
+    paper = PAPER["mean_rmse_delta_pct"]
+    lines: dict[str, Callable[[str, dict[str, Any]], str]] = {
+        "cases": lambda _, s: str(s["cases"]),
+        "RMSE change, %: mean": lambda _, s: percent(s["mean_rmse_delta_pct"]),
+        "  95 % CI": lambda _, s: " to ".join(map(percent, s["ci95_pct"])),
+        "  median": lambda _, s: percent(s["median_rmse_delta_pct"]),
+        "  worst": lambda _, s: percent(s["worst_rmse_delta_pct"]),
+        "  the paper's mean*": lambda name, _: f"{paper[name]:+.3f}" if name in paper else "",
+        "wins : losses": lambda _, s: f"{s['wins']} : {s['losses']}",
+        "NLL change": lambda _, s: f"{s['mean_nll_delta']:+.2g}",
+        "largest shift, sd": lambda _, s: f"{s['max_abs_diff_sd']:.2g}",
+        "time / host's": lambda _, s: f"{s['time_ratio']:.2f}",
+        "memory / host's": lambda _, s: "–" if s["peak_memory_ratio"] is None else f"{s['peak_memory_ratio']:.2f}",
+    }
+    return ["", *variants], [[label, *(cell(*item) for item in variants.items())] for label, cell in lines.items()]
+
+
+def percent(value: float) -> str:
+    """A change in percent: four decimals, or one digit where these would show nothing."""
+    return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-5 else f"{value:+.0e}"
 
 
 def case_cells(rows: pd.DataFrame) -> Cells:
@@ -98,16 +109,73 @@ def case_cells(rows: pd.DataFrame) -> Cells:
     variants = list(rows["variant"].unique())
     cells = []
     for (dataset, seed), case in cases.iterrows():  # type: ignore[misc]
-        changes = (f"{deltas.loc[(dataset, seed), variant]:+.4f}" for variant in variants)
+        changes = (percent(deltas.loc[(dataset, seed), variant]) for variant in variants)
         shape = f"{case['n_train']} + {case['n_test']} x {case['n_columns']}"
         cells.append([short_name(dataset), str(seed), shape, f"{case['host_rmse']:.5g}", *changes])
     return ["dataset", "seed", "rows x columns", "host RMSE", *variants], cells
 
 
-def paper_note() -> str:
-    """One line that puts the paper's figures beside ours, as what they are."""
-    figures = ", ".join(f"{name} {value:+.3f} %" for name, value in PAPER["mean_rmse_delta_pct"].items())  # type: ignore[attr-defined]
-    return f"The paper's means over {PAPER['cases']} cases, {PAPER['note']}: {figures}."
+def case_line(variants: Sequence[dict[str, Any]]) -> str:
+    """A finished case in one line, from its records."""
+    first = variants[0]
+    changes = ", ".join(f"{record['variant']} {percent(record['rmse_delta_pct'])} %" for record in variants)
+    seconds = first["host_seconds"] + sum(record["variant_seconds"] for record in variants)
+    name = f"{short_name(first['dataset'])} seed {first['seed']}"
+    return f"{name}: host RMSE {first['host_rmse']:.5g}, {changes} ({seconds:.0f} s)"
+
+
+def site_cells(sites: pd.DataFrame) -> dict[str, Cells]:
+    """Header and cells of `Retrofit.table`, by what became of the class.
+
+    Names are shortened as in `SHORT_NAMES`; the columns in percent are quantiles of `||h||^2`.
+    """
+    header = ["site", "carrier", "tau"]
+    calibrated = "sq_norm_q50" in sites
+    if calibrated:
+        header += ["1 %", "50 %", "99 %", "p min", "p median"]
+    tables = {}
+    for (host_class, o_class), group in sites.groupby(["host_class", "o_class"], sort=False):
+        cells = []
+        for site in group.to_dict("records"):
+            name = site["name"]
+            for long, short in SHORT_NAMES.items():
+                name = name.replace(long, short)
+            row = [name, site["carrier"].replace("receiver and source", "both"), f"{site['tau']:.3g}"]
+            if calibrated:
+                norms = (site[f"sq_norm_q{q}"] for q in ("01", "50", "99"))
+                row += [f"{n:.3g}" if n < 1000 else f"{n:.0f}" for n in norms]
+                row += [f"{site[f'presence_{kind}']:.5f}" for kind in ("min", "median")]
+            cells.append(row)
+        tables[f"{host_class} -> {o_class}"] = (header, cells)
+    return tables
+
+
+def frame_cells(frame: pd.DataFrame) -> Cells:
+    """Header and cells of any table, numbers to four digits."""
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in frame.to_numpy(dtype=object)]
+    return list(frame.columns), cells
+
+
+def write_rows(frame: pd.DataFrame, file: Path) -> None:
+    """Write a table as a JSON list of rows; what is no finite number becomes null.
+
+    Raises `OSError` if the file cannot be written.
+    """
+    rows = [
+        {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
+        for row in frame.to_dict("records")
+    ]
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def notes() -> str:
+    """What a reader of the summary table has to know."""
+    return (
+        f"* The paper's mean over {PAPER['cases']} cases: {PAPER['note']}. CI: percentile bootstrap over cases. NLL: "
+        "mean negative log-likelihood of the test targets. Largest shift: of a predicted mean, in standard deviations "
+        "of the training target. Time (fit and predict) and peak memory: medians over cases. identity: the code of "
+        "full-o with gates too small to matter; what it moves is rounding."
+    )
 
 
 def short_name(dataset: str) -> str:
@@ -116,56 +184,61 @@ def short_name(dataset: str) -> str:
 
 
 def plot_deltas(rows: pd.DataFrame, file: Path) -> None:
-    """Draw every case's RMSE change: datasets along x, a marker a variant.
+    """Draw every case's RMSE change, and each variant's mean with its interval.
 
     Raises `OSError` if the file cannot be written.
     """
     from matplotlib.figure import Figure  # slow to import; without pyplot there is no backend to choose
 
     datasets, variants = list(rows["dataset"].unique()), list(rows["variant"].unique())
-    figure = Figure(figsize=(max(5.0, 1.6 + 0.95 * len(datasets)), 3.8), dpi=160, layout="constrained")
+    groups = [*map(short_name, datasets), "mean,\n95 % CI"]
+    figure = Figure(figsize=(max(5.2, 1.3 + 0.95 * len(groups)), 3.9), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    styles = {"identity": ("s", "#8c8c8c"), "oa": ("o", "#1f6fb4"), "full-o": ("^", "#c8501e")}
-    for position in range(0, len(datasets), 2):
-        axes.axvspan(position - 0.5, position + 0.5, color="#f4f4f4", zorder=0, linewidth=0)
-    axes.axhline(0, color="black", linewidth=0.8, zorder=1)
-    for i, variant in enumerate(variants):
-        of_variant = rows[rows["variant"] == variant]
-        seeds = sorted(of_variant["seed"].unique())
-        lane = (i + 0.5) / len(variants) - 0.5
-        nudge = [0.5 * ((seeds.index(s) + 0.5) / len(seeds) - 0.5) / len(variants) for s in of_variant["seed"]]
-        x = [datasets.index(d) + 0.86 * lane + n for d, n in zip(of_variant["dataset"], nudge, strict=True)]
-        marker, color = styles.get(variant, ("D", "#555555"))
-        mean = of_variant["rmse_delta_pct"].mean()
-        label = f"{variant} (mean {mean:+.4f} %)"
-        axes.scatter(
-            x, of_variant["rmse_delta_pct"], s=26, marker=marker, color=color, alpha=0.85, linewidths=0, label=label
-        )
-
-    _scale(axes, rows["rmse_delta_pct"].to_numpy())
-    axes.set_xticks(range(len(datasets)), [short_name(d) for d in datasets])
-    axes.tick_params(axis="x", length=0, rotation=0 if len(datasets) <= 8 else 45)
-    axes.set_xlim(-0.5, len(datasets) - 0.5)
     axes.set_ylabel("RMSE change against the host, %")
-    axes.grid(axis="y", color="#d9d9d9", linewidth=0.6)
+    _set_scale(axes, rows)
+    for position in range(0, len(datasets), 2):
+        axes.axvspan(position - 0.5, position + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
+    axes.axvline(len(datasets) - 0.5, color="black", linewidth=0.8)
+    axes.axhline(0, color="black", linewidth=0.8)
+    for i, variant in enumerate(variants):
+        marker, color = _STYLES.get(variant, ("D", "#555555"))
+        lane = 0.84 * ((i + 0.5) / len(variants) - 0.5)
+        cases = rows[rows["variant"] == variant]
+        seeds = sorted(cases["seed"].unique())
+        nudge = np.array([seeds.index(seed) + 0.5 for seed in cases["seed"]]) / len(seeds) - 0.5
+        x = np.array([datasets.index(dataset) for dataset in cases["dataset"]]) + lane + 0.5 * nudge / len(variants)
+        deltas = cases["rmse_delta_pct"].to_numpy()
+        style: dict[str, Any] = {"marker": marker, "color": color, "linestyle": "none", "markeredgewidth": 0}
+        axes.plot(x, deltas, markersize=5, alpha=0.8, label=variant, **style)
+        mean, (low, high) = deltas.mean(), _bootstrap_ci(deltas)
+        axes.vlines(len(datasets) + lane, low, high, color=color, linewidth=1.5)
+        axes.plot(len(datasets) + lane, mean, markersize=7, **style)
+
+    crowded = len(groups) * max(map(len, groups)) > 110
+    axes.set_xticks(range(len(groups)), groups, rotation=35 if crowded else 0, ha="right" if crowded else "center")
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlim(-0.5, len(groups) - 0.5)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9, handletextpad=0.2)
+    figure.legend(loc="outside upper center", ncols=len(variants), frameon=False, handletextpad=0.2)
     figure.savefig(file)
 
 
-def _scale(axes: Any, deltas: np.ndarray) -> None:
-    """A symlog axis where the changes differ by orders of magnitude, linear below the small ones."""
-    from matplotlib.ticker import FuncFormatter, SymmetricalLogLocator
+def _set_scale(axes: Any, rows: pd.DataFrame) -> None:
+    """A symlog axis where the variants' changes differ by orders of magnitude, linear below most."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter, SymmetricalLogLocator
 
-    sizes = np.abs(deltas[deltas != 0])
-    if len(sizes) and sizes.max() > 30 * np.median(sizes):
-        threshold = 10.0 ** math.floor(math.log10(np.median(sizes)))
+    sizes = rows.loc[rows["variant"] != "identity", "rmse_delta_pct"].abs()
+    typical = sizes[sizes > 0].median()
+    if sizes.max() > 20 * typical:
+        threshold = 10.0 ** math.floor(math.log10(typical))
         axes.set_yscale("symlog", linthresh=threshold)
+        axes.set_ylabel(f"{axes.get_ylabel()}\n(linear up to ±{threshold:g}, logarithmic beyond)")
         axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=threshold))
         axes.yaxis.set_minor_locator(SymmetricalLogLocator(base=10, linthresh=threshold, subs=range(2, 10)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
 
 
 def _bootstrap_ci(values: np.ndarray) -> list[float]:
@@ -177,21 +250,15 @@ def _bootstrap_ci(values: np.ndarray) -> list[float]:
 
 def _markdown(summary: dict[str, Any], rows: pd.DataFrame) -> str:
     settings = summary["settings"]
-    header, cells = summary_cells(summary["variants"])
-    blank = [""] * (len(header) - 3)
-    paper = PAPER["mean_rmse_delta_pct"].items()  # type: ignore[attr-defined]
-    cells += [[f"paper's {name} ({PAPER['note']})", str(PAPER["cases"]), f"{v:+.3f}", *blank] for name, v in paper]
     used = settings["precision_used"]
     precision = settings["precision"] if settings["precision"] == used else f"{settings['precision']} ({used})"
+    host = f"{settings['host']['name'] or 'given as an object'} (SHA-256 {settings['host']['sha256'][:12]})"
+    device = settings["gpu"] or settings["device"]
     parts = [
         "# RMSE change against the host, %",
-        f"Host {settings['host']['name'] or 'given as an object'} (SHA-256 {settings['host']['sha256'][:12]}), precision "
-        f"{precision}, device {settings['gpu'] or settings['device']}, at most {settings['max_train_rows']} train rows.",
-        _markdown_table(header, cells),
-        "95 % CI: percentile bootstrap over cases. NLL: mean negative log-likelihood of the test targets. Largest "
-        "shift: of a predicted mean, in standard deviations of the training target. Time (fit and predict) and peak "
-        "memory: median ratio to the host. `identity`: the code of `full-o` with gates too small to matter, so what "
-        "it moves is rounding.",
+        f"Host {host}, precision {precision}, device {device}, at most {settings['max_train_rows']} train rows.",
+        _markdown_table(*summary_cells(summary["variants"])),
+        notes().replace("*", "\\*"),
     ]
     if summary["failed"]:
         parts += ["## Failed cases"]

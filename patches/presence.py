@@ -27,8 +27,7 @@ def presence(h: Tensor, tau: float) -> Tensor:
     fixed non-zero `h` as tau -> 0. tau has the unit of `||h||^2`. Differentiable everywhere.
     Raises `ValueError` unless tau is positive and finite.
     """
-    n = squared_norm(h)
-    return n / (_checked(tau, n.dtype) + n)
+    return _presence(squared_norm(h), tau)
 
 
 def log_presence(h: Tensor, tau: float) -> Tensor:
@@ -37,11 +36,13 @@ def log_presence(h: Tensor, tau: float) -> Tensor:
     -inf at `h = 0`, where the gradient is defined as 0. Accurate where p is close to 1, unlike
     `presence(h, tau).log()`. Raises `ValueError` unless tau is positive and finite.
     """
+    return _log_presence(squared_norm(h), tau)
+
+
+def presence_and_log(h: Tensor, tau: float) -> tuple[Tensor, Tensor]:
+    """`presence(h, tau)` and `log_presence(h, tau)`, for tokens that both receive and send."""
     n = squared_norm(h)
-    live = n > 0
-    # Masked before the division: masking only the result would leave NaN in the gradient at 0.
-    safe = torch.where(live, n, torch.ones_like(n))
-    return torch.where(live, -torch.log1p(_checked(tau, n.dtype) / safe), -torch.inf)
+    return _presence(n, tau), _log_presence(n, tau)
 
 
 def gate(p: Tensor, y: Tensor) -> Tensor:
@@ -50,6 +51,17 @@ def gate(p: Tensor, y: Tensor) -> Tensor:
     Exactly 0 where p is 0.
     """
     return (p.unsqueeze(-1) * y).to(y.dtype)
+
+
+def _presence(n: Tensor, tau: float) -> Tensor:
+    return n / (_checked(tau, n.dtype) + n)
+
+
+def _log_presence(n: Tensor, tau: float) -> Tensor:
+    live = n > 0
+    # Masked before the division: masking only the result would leave NaN in the gradient at 0.
+    safe = torch.where(live, n, torch.ones_like(n))
+    return torch.where(live, -torch.log1p(_checked(tau, n.dtype) / safe), -torch.inf)
 
 
 def _checked(tau: float, dtype: torch.dtype) -> float:

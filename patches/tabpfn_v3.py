@@ -23,7 +23,7 @@ from tabpfn.architectures import kv_cache, tabpfn_v3
 from torch import Tensor, nn
 
 from .operators import oattention
-from .presence import gate, log_presence, presence
+from .presence import gate, log_presence, presence, presence_and_log
 
 # ---- Norms: where tau lives ---------------------------------------------------------------------
 
@@ -44,6 +44,10 @@ class CarrierNorm(tabpfn_v3._DtypeMatchingRMSNorm):
     def log_presence(self, h: Tensor) -> Tensor:
         """Log-presence of the carrier h: (..., E) -> (...)."""
         return log_presence(h, self.tau)
+
+    def presence_and_log(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, from one pass over h."""
+        return presence_and_log(h, self.tau)
 
 
 class GatedNorm(CarrierNorm):
@@ -192,9 +196,11 @@ class OTransformerBlock(tabpfn_v3.TransformerBlock):
 
     def _attention_branch(self, query_SQE: Tensor, context_SVE: Tensor, rope: tabpfn_v3.RotaryEmbedding | None):
         norm = self.layernorm
-        return self.attention(
-            norm(query_SQE), norm(context_SVE), norm.presence(query_SQE), norm.log_presence(context_SVE), rope
-        )
+        presence_SQ, log_presence_SV = norm.presence_and_log(context_SVE)
+        normed = norm(context_SVE)
+        if query_SQE is context_SVE:
+            return self.attention(normed, normed, presence_SQ, log_presence_SV, rope)
+        return self.attention(norm(query_SQE), normed, norm.presence(query_SQE), log_presence_SV, rope)
 
     def forward(
         self,
@@ -243,16 +249,19 @@ class OICLTransformerBlock(tabpfn_v3.ICLTransformerBlock):
     ) -> tuple[Tensor, OKVCacheEntry | None]:
         """(B, R, E) -> (B, R, E) and the cache entry, `None` unless `return_kv`."""
 
-        def attend(x_BRE: Tensor, **cache: Any) -> tuple[Tensor, OKVCacheEntry | None]:
-            log_presence_BN = cache.pop("log_presence", None)
-            if log_presence_BN is None:
-                log_presence_BN = self.layernorm.log_presence(x_BRE[:, :single_eval_pos])
-            return self.icl_attention(self.layernorm(x_BRE), self.layernorm.presence(x_BRE), log_presence_BN, **cache)
+        def attend(
+            x_BRE: Tensor, cached_kv: OKVCacheEntry | None = None, return_kv: bool = False
+        ) -> tuple[Tensor, OKVCacheEntry | None]:
+            presence_BR, log_presence_BR = self.layernorm.presence_and_log(x_BRE)
+            log_presence_BN = log_presence_BR[:, :single_eval_pos] if cached_kv is None else cached_kv.log_presence
+            return self.icl_attention(
+                self.layernorm(x_BRE), presence_BR, log_presence_BN, cached_kv=cached_kv, return_kv=return_kv
+            )
 
         entry = None
         if cached_kv is not None:
             dense = cached_kv.dequantize(x_BRE.dtype) if isinstance(cached_kv, OQuantizedKVCacheEntry) else cached_kv
-            out, _ = attend(x_BRE, cached_kv=dense, log_presence=dense.log_presence)
+            out, _ = attend(x_BRE, cached_kv=dense)
             x_BRE = x_BRE + out
         elif return_kv:
             out, entry = attend(x_BRE, return_kv=True)

@@ -143,9 +143,9 @@ class Call:
     def rounding(self, dtype):
         """A bound on the error that computing in dtype may make.
 
-        A score that is a sum of terms of total size M carries a rounding of about eps M, and its
+        A score that sums terms of total size M carries about M rounding errors of eps / 2, and its
         exponential as much relatively; so does the share of each value, and the output, a gated convex
-        combination of values. Sums over at most ~12 keys and the presences add a few eps more.
+        combination of values. Sums over some ten keys and the presences add a few errors more.
         """
         scale = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
         size = abs(scale) * (self.q.norm(dim=-1).amax() * self.k.norm(dim=-1).amax() if self.k.numel() else 0.0)
@@ -155,7 +155,7 @@ class Call:
         size += log_p[log_p.isfinite()].abs().amax() if log_p.isfinite().any() else 0.0
         size += abs(math.log(self.eps_den)) if self.eps_den else 0.0
         largest = self.v.abs().amax() if self.v.numel() else 0.0
-        return float(2 * eps_of(dtype) * (size + 16) * largest)
+        return float(eps_of(dtype) / 2 * (size + 8) * largest)
 
 
 def randn(rng, *shape):
@@ -294,7 +294,7 @@ def test_small_tau_is_the_hosts_attention(dtype, call):
     q, k, v, mask = (x.to(dtype) for x in (call.q, call.k, call.v, mask))
     host = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale, enable_gqa=True)
     host = host.masked_fill((mask == -math.inf).all(dim=-1, keepdim=True), 0)
-    assert max_error(call.run(dtype), host.double()) <= 2 * call.rounding(dtype)
+    assert max_error(call.run(dtype), host.double()) <= call.rounding(dtype)
 
 
 def test_full_presence_is_the_hosts_attention():
@@ -436,11 +436,11 @@ MODULES = {
 
 
 @st.composite
-def insertions(draw, receivers=st.integers(1, 9)):
+def insertions(draw):
     """Tokens (B, S, 8), the same with zeros inserted anywhere, and where the old ones went."""
-    batch, size, added = draw(st.integers(1, 2)), draw(receivers), draw(st.integers(1, 5))
+    batch, size, added = draw(st.integers(1, 2)), draw(st.integers(1, 9)), draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    h = randn(rng, batch, size, 8) * draw(st.sampled_from([0.1, 1.0, 30.0]))
+    h = randn(rng, batch, size, 8) * draw(st.sampled_from([0.1, 1.0, 3.0]))
     old = sorted(draw(st.permutations(range(size + added)))[:size])
     longer = torch.zeros(batch, size + added, 8, dtype=h.dtype)
     longer[:, old] = h
@@ -464,9 +464,9 @@ def test_inserted_zero_tokens_stay_zero_and_change_nobody(name, dtype, case):
         after = module(longer.to(dtype), visible=visible_longer)
     new = sorted(set(range(longer.shape[1])) - set(old))
     assert torch.all(after[:, new] == 0)
-    # Another token count may sum in another order. Each layer passes on roundings of its input, times at
-    # most a small gain; carriers of 30 give scores of up to ~1e3, whose rounding is that much larger.
-    bound = 2000 * eps_of(dtype) * max(1.0, before.abs().max().item())
+    # Another token count may sum in another order, and each layer passes on the roundings before it: scores
+    # here are sums of size up to ~100, each rounded by eps / 2.
+    bound = 200 * eps_of(dtype) * max(1.0, before.abs().max().item())
     assert max_error(after[:, old], before.double()) <= bound
 
 
@@ -563,7 +563,7 @@ def tokens(draw):
 def test_local_operators_agree_with_the_loop(dtype, case):
     """OFFN, ONorm and OInject with a branch that is not zero at zero, given as its values."""
     h, y = (x.to(dtype) for x in case[:2])
-    tau, eps, unit = case[2], eps_of(dtype), torch.finfo(dtype).tiny
+    tau, eps, unit = case[2], eps_of(dtype), torch.finfo(dtype).tiny * eps_of(dtype)
     expected_norm = torch.tensor(onorm_loop(as_array(h), as_array(y), tau))
     # One rounding of p y to dtype and a few of p, in float32 at least; adding it to h is another one.
     presence_eps = (h.shape[1] + 4) * min(eps, eps_of(torch.float32))
@@ -586,7 +586,7 @@ def test_ostandardize_agrees_with_the_loop_and_is_closed(dtype, case, data):
     p = presence(h, case[2])
     expected = ostandardize_loop(as_array(x), as_array(p))
     # A mean is off by a few eps max|x|; the deviation it is measured in may be as small as sqrt(1e-5).
-    bound = 20 * eps_of(dtype) * x.abs().max().item() / math.sqrt(1e-5)
+    bound = 5 * eps_of(dtype) * x.abs().max().item() / math.sqrt(1e-5)
     out = ostandardize(x, p)
     assert out.dtype == dtype
     np.testing.assert_allclose(as_array(out), expected, rtol=0, atol=bound)

@@ -1,0 +1,367 @@
+"""The command line. Torch and TabPFN are imported inside the commands: `--help` needs neither."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+    from rich.progress import Progress
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+bench = typer.Typer(help="Measure what a patch costs, and how good a host is.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+_HELD_OUT = 8  # synthetic tables on which `patch` compares host and variant
+
+Host = Annotated[str, typer.Option(help="[b]small[/b], [b]random-v3[/b], [b]v3[/b] or a checkpoint file.")]
+Device = Annotated[str, typer.Option(help="[b]auto[/b] (a GPU if there is one), [b]cpu[/b] or [b]cuda[/b].")]
+Suite = Annotated[str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: see the README.")]
+Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
+Delta = Annotated[float, typer.Option(help="1 minus the presence at the quantile, between 0 and 1.")]
+Quantile = Annotated[float, typer.Option(help="Which low quantile of ||h||² gets that presence, from 0 to 1.")]
+Tables = Annotated[int, typer.Option(help="Synthetic tables to calibrate on.")]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version
+
+        typer.echo(f"oretrofit {version('oretrofit')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Retrofit a pretrained TabPFN v3 regressor with O-closed attention, feed-forward and norm layers."""
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn the errors that a user can do something about into one message and exit code 2."""
+    try:
+        yield
+    except ValueError as error:  # HostError, PatchError, RetrofitError and DatasetError are ValueErrors
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except OSError as error:
+        typer.echo(f"Error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        raise typer.Exit(2) from error
+
+
+@app.command(epilog="Example: [b]oretrofit patch --variant full-o --host small --out full-o.json[/b]")
+@_plain_errors()
+def patch(
+    variant: Annotated[str, typer.Option(help="[b]oa[/b] or [b]full-o[/b].")] = "full-o",
+    host: Host = "small",
+    delta: Delta = 1e-3,
+    quantile: Quantile = 0.01,
+    tau: Annotated[float | None, typer.Option(help="One tau for every site instead of calibrating.")] = None,
+    tables: Tables = 16,
+    seed: Annotated[int, typer.Option(help="Seed of the calibration tables.")] = 20_000,
+    device: Device = "auto",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the retrofit (JSON, no weights).")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Calibrate and patch a host, list its sites, and check that it still predicts as before."""
+    _check_writable(out, json_file)
+    import oretrofit
+
+    from .experiments import report
+    from .experiments.evaluate import near_identity, resolve_device
+    from .retrofit.hosts import load_host
+
+    device, console = resolve_device(device), _console()
+    with _progress(console) as progress:
+        task = progress.add_task("Calibrating", total=tables)
+        options: dict[str, Any] = {"delta": delta, "quantile": quantile, "tau": tau, "tables": tables, "seed": seed}
+        loaded = load_host(host)
+        retrofit = oretrofit.patch(loaded, variant, **options, device=device, on_table=lambda: progress.advance(task))
+        progress.remove_task(task)
+        task = progress.add_task("Checking", total=2 * _HELD_OUT)
+        check = near_identity(retrofit, _HELD_OUT, seed + 10_000, device, on_table=lambda: progress.advance(task))
+
+    console.print(f"{variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.calibration)}")
+    short = ", ".join(f"{short} = {name}" for name, short in report.SHORT_NAMES.items())
+    console.print(f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {short}\n")
+    for title, (header, cells) in report.site_cells(retrofit.table).items():
+        _print_table(console, header, cells, title=title, left=2)
+    console.print(
+        f"On {_HELD_OUT} held-out synthetic tables, in float32: RMSE change mean "
+        f"{check['mean_rmse_delta_pct']:+.4f} %, worst {check['worst_rmse_delta_pct']:+.4f} %; largest shift of a "
+        f"prediction {check['max_abs_diff_sd']:.2g} target standard deviations."
+    )
+    if json_file is not None:
+        report.write_rows(retrofit.table, json_file)
+    if out is None:
+        console.print("Nothing was saved; --out FILE saves the retrofit.")
+    else:
+        retrofit.save(out)
+        console.print(f"Saved to {out}.", soft_wrap=True)
+
+
+@app.command("eval", epilog="Example: [b]oretrofit eval --suite mini --seeds 3 --out runs/mini[/b]")
+@_plain_errors()
+def evaluate(
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="[b]oa[/b], [b]full-o[/b]; repeatable. Default: both. identity always runs."),
+    ] = None,
+    suite: Suite = "mini",
+    seeds: Seeds = 3,
+    device: Device = "auto",
+    host: Annotated[
+        str | None, typer.Option(help="As of patch. Default: small, or the host that --retrofit names.")
+    ] = None,
+    retrofit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Evaluate a retrofit saved by patch, as it is.")
+    ] = None,
+    max_rows: Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")] = 1000,
+    precision: Annotated[str, typer.Option(help="auto, float32, float64 or autocast.")] = "float32",
+    delta: Delta = 1e-3,
+    quantile: Quantile = 0.01,
+    tables: Tables = 16,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the run. Default: runs/eval-HOST-PRECISION.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare host and variants on matched cases. The same command again resumes."""
+    _check_writable(json_file)
+    from .experiments import evaluate as run
+    from .experiments import report
+    from .experiments.datasets import resolve_suite
+    from .retrofit.api import load
+    from .retrofit.hosts import load_host
+
+    device, console = run.resolve_device(device), _console()
+    datasets = resolve_suite(suite)
+    run.check_datasets(datasets)
+    given = load(retrofit, host) if retrofit else None
+    plan = run.Plan(
+        host=given.host if given else load_host(host or "small"),
+        datasets=datasets,
+        seeds=seeds,
+        variants=tuple(variant or (() if given else ("oa", "full-o"))),
+        given=given,
+        delta=delta,
+        quantile=quantile,
+        tables=tables,
+        max_rows=max_rows,
+        precision=precision,
+        device=device,
+    )
+    folder = out or Path("runs") / f"eval-{Path(plan.host.name or 'host').stem}-{precision}"
+    finished = run.open_run(plan, folder)
+    total = len(datasets) * seeds
+    if finished:
+        console.print(f"{len(finished)} of {total} cases are in {folder} already and are not run again.")
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task("Calibrating", total=tables)
+            retrofits = run.calibrate(plan, folder, on_table=lambda: progress.advance(task))
+            progress.remove_task(task)
+            cases_task = progress.add_task("Cases", total=total, completed=len(finished))
+
+            def show(line: str) -> None:
+                progress.advance(cases_task)
+                console.print(line, soft_wrap=True)
+
+            cases, failures = run.evaluate(
+                plan,
+                retrofits,
+                folder,
+                finished=finished,
+                on_case=lambda case: show(report.case_line(case.variants)),
+                on_failure=lambda f: show(f"{report.short_name(f.dataset)} seed {f.seed} failed: {f.reason}"),
+            )
+    except KeyboardInterrupt:
+        console.print(f"\nInterrupted. Finished cases are in {folder}; the same command again resumes there.")
+        raise typer.Exit(130) from None
+
+    rows = run.case_rows(cases)
+    summary = report.write_report(folder, plan.settings(), rows, [vars(failure) for failure in failures])
+    if cases:
+        _print_table(console, *report.case_cells(rows), title="RMSE change of each case against the host, %")
+        _print_table(console, *report.summary_cells(summary["variants"]), title="RMSE change against the host, %")
+        console.print(report.notes())
+    if json_file is not None:
+        json_file.write_text(json.dumps(summary, indent=1) + "\n")
+    files = ["summary.json", "table.md", *(["deltas.png"] if cases else []), "cases.jsonl", "settings.json"]
+    console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
+    if failures:
+        typer.echo(f"Error: {len(failures)} of {total} cases failed; the same command again retries them", err=True)
+        raise typer.Exit(1)
+
+
+@app.command(epilog="Example: [b]oretrofit pretrain --steps 10000 --out runs/pretrain[/b]")
+@_plain_errors()
+def pretrain(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for state and result.")] = Path("runs/pretrain"),
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 10_000,
+    seed: Annotated[int, typer.Option(help="Of the initial weights and every batch.")] = 0,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's own choice.")] = None,
+) -> None:
+    """Train the small host from scratch, or go on where an earlier run in DIR stopped."""
+    _check_positive(steps=steps, threads=threads or 1)
+    out.mkdir(parents=True, exist_ok=True)
+    _check_writable(out / "loss.csv")
+    from .experiments.pretrain import PretrainSettings
+    from .experiments.pretrain import pretrain as train
+
+    console = _console()
+    try:
+        with _progress(console) as progress:
+            task = progress.add_task("Training", total=steps)
+            for step, loss in train(PretrainSettings(steps=steps, seed=seed), out, threads=threads):
+                progress.update(task, completed=step, description=f"Training, loss {loss:.3f}")
+    except KeyboardInterrupt:
+        console.print(f"\nInterrupted. The last state is in {out}; the same command again resumes there.")
+        raise typer.Exit(130) from None
+    console.print(f"The host and its loss curve are in {out}.")
+
+
+@bench.command(epilog="Example: [b]oretrofit bench overhead --host random-v3 --rows 1000[/b]")
+@_plain_errors()
+def overhead(
+    host: Host = "random-v3",
+    rounds: Annotated[int, typer.Option(help="Rounds; a ratio is the median over them.")] = 7,
+    rows: Annotated[int, typer.Option(help="Train rows.")] = 1000,
+    columns: Annotated[int, typer.Option(help="Feature columns.")] = 10,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time host and variants against each other on one table of random data."""
+    _check_positive(rounds=rounds, rows=rows, columns=columns)
+    _check_writable(json_file)
+    from .experiments.evaluate import resolve_device
+    from .experiments.overhead import measure_overhead
+    from .retrofit.hosts import load_host
+
+    device, console = resolve_device(device), _console()
+    with console.status("Timing") as status:
+        table = measure_overhead(
+            load_host(host), rows=rows, columns=columns, rounds=rounds, device=device, on_round=status.update
+        )
+    _print_frame(
+        console, table, json_file, title=f"Time of a forward pass, variant / host, {rows} x {columns}, {device}"
+    )
+
+
+@bench.command("host", epilog="Example: [b]oretrofit bench host --host small --suite mini[/b]")
+@_plain_errors()
+def bench_host(
+    host: Host = "small",
+    suite: Suite = "mini",
+    seeds: Seeds = 3,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Compare a host with ridge regression and a random forest."""
+    _check_positive(seeds=seeds)
+    _check_writable(json_file)
+    import pandas as pd
+
+    from .experiments.baselines import compare_baselines
+    from .experiments.datasets import resolve_suite
+    from .experiments.evaluate import check_datasets, resolve_device
+    from .retrofit.hosts import load_host
+
+    device, console = resolve_device(device), _console()
+    datasets = resolve_suite(suite)
+    check_datasets(datasets)
+    with console.status("Comparing"):
+        table = compare_baselines(load_host(host), datasets, seeds, device=device, on_case=console.print)
+    mean = pd.DataFrame([{"dataset": "mean", **table.drop(columns="dataset").mean()}])
+    title = "RMSE / RMSE of predicting the train mean"
+    _print_frame(console, pd.concat([table, mean]), json_file, title=title)
+
+
+@app.command(epilog="Example: [b]oretrofit frontier --variant full-o --host small[/b]")
+@_plain_errors()
+def frontier(
+    variant: Annotated[str, typer.Option(help="[b]oa[/b] or [b]full-o[/b].")] = "full-o",
+    host: Host = "small",
+    tables: Annotated[int, typer.Option(help="Held-out synthetic tables.")] = 24,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Show how predictions move away from the host's as delta grows."""
+    _check_positive(tables=tables)
+    _check_writable(json_file)
+    from .experiments.evaluate import resolve_device
+    from .experiments.frontier import sweep_delta
+    from .retrofit.hosts import load_host
+    from .retrofit.patcher import check_variant
+
+    check_variant(variant)
+    device, console = resolve_device(device), _console()
+    with console.status("Sweeping delta"):
+        table = sweep_delta(load_host(host), variant, tables=tables, device=device, on_step=console.print)
+    _print_frame(console, table, json_file, title=f"{variant} on {tables} held-out synthetic tables, by delta")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import Progress
+
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def _check_writable(*files: Path | None) -> None:
+    """Raise `OSError` now for a file that could not be written after minutes of work."""
+    for file in files:
+        if file is not None:
+            existed = file.exists()
+            file.open("a").close()
+            if not existed:
+                file.unlink()
+
+
+def _check_positive(**numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"--{name} must be at least 1, got {number}")
+
+
+def _print_table(console: Console, header: list[str], cells: list[list[str]], *, title: str, left: int = 1) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, *, title: str) -> None:
+    """Print a table and, where asked to, write it."""
+    from .experiments.report import frame_cells, write_rows
+
+    _print_table(console, *frame_cells(frame), title=title)
+    if json_file is not None:
+        write_rows(frame, json_file)
