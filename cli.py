@@ -350,7 +350,8 @@ def _print_table(console: Console, header: list[str], cells: list[list[str]], *,
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    console.print(title)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for i, name in enumerate(header):
         table.add_column(name, justify="left" if i < left else "right", overflow="fold")
     for row in cells:

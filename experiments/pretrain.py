@@ -58,11 +58,11 @@ class PretrainSettings:
         batch_rows: Most rows (rows x tables) in a batch.
     """
 
-    steps: int = 10_000
+    steps: int = 7_500
     seed: int = 0
-    learning_rate: float = 2e-3
-    warmup: int = 200
-    decay: float = 0.3
+    learning_rate: float = 3e-3
+    warmup: int = 100
+    decay: float = 0.7
     max_rows: int = 600
     max_columns: int = 40
     cells: int = 22_000
@@ -191,8 +191,9 @@ def pretrain(
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         start = state["step"]
-    if not log_file.exists():
-        log_file.write_text("step,loss,seconds\n")
+    logged = log_file.read_text().splitlines()[1:] if log_file.exists() else []
+    kept = [line for line in logged if int(line.split(",")[0]) <= start]
+    log_file.write_text("\n".join(["step,loss,seconds", *kept]) + "\n")
 
     for step in range(start, settings.steps):
         x_RBC, y_RB, train = draw_batch(np.random.default_rng([settings.seed, step]), settings)

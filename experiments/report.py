@@ -23,7 +23,7 @@ SHORT_NAMES = {
     "feature_distribution_embedder.layers": "emb",
     "column_aggregator": "agg",
     "icl_blocks": "icl",
-    "cross_attn_block": "cross",
+    "cross_attn_block": "ca",
     "layernorm": "ln",
 }
 
@@ -132,7 +132,7 @@ def site_cells(sites: pd.DataFrame) -> dict[str, Cells]:
     header = ["site", "carrier", "tau"]
     calibrated = "sq_norm_q50" in sites
     if calibrated:
-        header += ["1 %", "50 %", "99 %", "p min", "p median"]
+        header += ["1 %", "50 %", "99 %", "p min", "p med."]
     tables = {}
     for (host_class, o_class), group in sites.groupby(["host_class", "o_class"], sort=False):
         cells = []
@@ -142,12 +142,16 @@ def site_cells(sites: pd.DataFrame) -> dict[str, Cells]:
                 name = name.replace(long, short)
             row = [name, site["carrier"].replace("receiver and source", "both"), f"{site['tau']:.3g}"]
             if calibrated:
-                norms = (site[f"sq_norm_q{q}"] for q in ("01", "50", "99"))
-                row += [f"{n:.3g}" if n < 1000 else f"{n:.0f}" for n in norms]
+                row += [_short_number(site[f"sq_norm_q{q}"]) for q in ("01", "50", "99")]
                 row += [f"{site[f'presence_{kind}']:.5f}" for kind in ("min", "median")]
             cells.append(row)
         tables[f"{host_class} -> {o_class}"] = (header, cells)
     return tables
+
+
+def _short_number(value: float) -> str:
+    """At most six characters from 1e-4 to 1e6, for the narrow columns of the site table."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
 
 
 def frame_cells(frame: pd.DataFrame) -> Cells:

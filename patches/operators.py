@@ -15,10 +15,6 @@ from torch import Tensor, nn
 
 from .presence import gate, log_presence, presence
 
-# The score of a key without mass: finite, so that a row of nothing but such keys stays free of
-# NaN, and so low that beside any live key its weight underflows to exactly 0.
-_DEAD = -1e30
-
 # CUDA's grid limit on batch x heads in one fused attention call (pytorch issue 142228).
 _CUDA_MAX_CALLS = 65_535
 
@@ -55,13 +51,13 @@ def oattention(
         scale: Score scale, `1 / sqrt(D)` by default.
 
     Exactly 0 for a receiver with p_i = 0 and for one that sees no source with p_j > 0. Raises
-    `ValueError` if K does not divide H or eps_den is negative.
+    `ValueError` if K does not divide H, or eps_den is negative or not finite.
     """
     heads, kv_heads = q_BHSD.shape[1], k_BKJD.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
-    if eps_den < 0:
-        raise ValueError(f"eps_den must not be negative, got {eps_den}")
+    if not 0 <= eps_den < math.inf:
+        raise ValueError(f"eps_den must be a finite number of at least 0, got {eps_den}")
 
     if heads != kv_heads:
         k_BKJD = k_BKJD.repeat_interleave(heads // kv_heads, dim=1)
@@ -72,16 +68,16 @@ def oattention(
         bias = bias + additive
     if visible is not None:
         bias = torch.where(visible, bias, -torch.inf)
-    live = bias > -torch.inf
-    bias = torch.where(live, bias, _DEAD)
-
     gate_B1S1 = presence_BS[:, None, :, None]
     if eps_den > 0:
         # One more key of value 0 and score log(eps_den): a sink for the constant's share.
         k_BKJD, v_BKJD = F.pad(k_BKJD, (0, 0, 0, 1)), F.pad(v_BKJD, (0, 0, 0, 1))
         bias = F.pad(bias, (0, 1), value=math.log(eps_den))
     else:
-        gate_B1S1 = gate_B1S1 * live.any(dim=-1, keepdim=True)
+        support = (bias > -torch.inf).any(dim=-1, keepdim=True)
+        gate_B1S1 = gate_B1S1 * support
+        # The gate is 0 where there is no support; a softmax over nothing would make it 0 * NaN.
+        bias = torch.where(support, bias, 0.0)
 
     out_BHSD = _fused_attention(q_BHSD, k_BKJD.to(q_BHSD.dtype), v_BKJD.to(q_BHSD.dtype), bias, scale)
     return (out_BHSD * gate_B1S1).to(q_BHSD.dtype)
@@ -90,7 +86,9 @@ def oattention(
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
     """Torch's attention with a key bias, outside autocast, which would round the bias."""
     if q.dtype in (torch.float16, torch.bfloat16) and q.device.type == "cuda":
-        bias = bias.clamp(min=torch.finfo(q.dtype).min / 2).to(q.dtype)
+        # Large finite scores must not overflow to -inf, which stands for no mass.
+        finite = bias.clamp(min=torch.finfo(q.dtype).min / 2)
+        bias = torch.where(bias > -torch.inf, finite, -torch.inf).to(q.dtype)
     else:
         bias = bias.to(torch.promote_types(q.dtype, torch.float32))
     batch, heads = q.shape[:2]

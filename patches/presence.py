@@ -6,9 +6,8 @@ Shape suffixes: `...` leading dims, S tokens, E hidden width. Definitions: docs/
 
 from __future__ import annotations
 
-import math
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -58,14 +57,17 @@ def _presence(n: Tensor, tau: float) -> Tensor:
 
 
 def _log_presence(n: Tensor, tau: float) -> Tensor:
-    live = n > 0
-    # Masked before the division: masking only the result would leave NaN in the gradient at 0.
-    safe = torch.where(live, n, torch.ones_like(n))
-    return torch.where(live, -torch.log1p(_checked(tau, n.dtype) / safe), -torch.inf)
+    ratio = n / _checked(tau, n.dtype)
+    # Masked before the logarithm: masking only the result would leave NaN in the gradient at 0.
+    live = ratio > torch.finfo(n.dtype).tiny
+    safe = torch.where(live, ratio, torch.ones_like(n))
+    # -log1p(1 / ratio), in a form whose backward does not square 1 / n.
+    return torch.where(live, F.logsigmoid(safe.log()), -torch.inf)
 
 
 def _checked(tau: float, dtype: torch.dtype) -> float:
-    if not (tau > 0 and math.isfinite(tau)):
-        raise ValueError(f"tau must be a positive finite number, not {tau!r}")
-    # A tau that underflowed to 0 would make p = 0/0 at h = 0.
-    return max(tau, torch.finfo(dtype).tiny)
+    limits = torch.finfo(dtype)
+    if not 0 < tau <= limits.max:
+        raise ValueError(f"tau must be a positive number within {dtype}, not {tau!r}")
+    # A tau that underflowed would make p = 0/0 at h = 0; near that, the gradient there overflows.
+    return max(tau, limits.tiny / limits.eps)

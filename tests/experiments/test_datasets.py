@@ -10,8 +10,9 @@ import openml
 import pandas as pd
 import pytest
 import requests
-from oretrofit.experiments.datasets import Dataset, DatasetError, load_dataset, make_case, resolve_suite
 from sklearn.datasets import load_diabetes
+
+from oretrofit.experiments.datasets import Dataset, DatasetError, load_dataset, make_case, resolve_suite
 
 # Rows, features, target and, where documented, the target's range: from the documentation of
 # modeldata, ggplot2, scikit-learn and UCI, not from the files tested here.

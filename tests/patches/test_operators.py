@@ -365,6 +365,29 @@ def test_oattention_in_half_precision(dtype, train, eps_den):
     assert torch.all(out[expected == 0] == 0)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gate_and_bias_are_not_rounded_to_half(dtype, autocast):
+    """Equal scores and values, so that the gate and the bias decide alone."""
+    eps, p = eps_of(dtype), torch.linspace(1e-3, 1, 200)[None]
+    zeros = torch.zeros(1, 1, 200, 8, dtype=dtype)
+    values = torch.full_like(zeros, 1.3)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        gated = oattention(zeros, zeros, values, presence_BS=p, log_presence_BJ=0 * p)[0, 0, :, 0].double()
+    exact = p[0].double() * values[0, 0, 0, 0].double()
+    # The kernel's mean of equal values, then one rounding of the product.
+    assert torch.all((gated - exact).abs() <= 0.505 * eps * exact)
+
+    log_p = torch.linspace(-9, -7, 200)[:, None] + torch.tensor([0.0, -0.013])
+    pairs = torch.zeros(200, 1, 2, 8, dtype=dtype)
+    values = torch.tensor([1.0, 0.0], dtype=dtype)[:, None].expand_as(pairs)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        out = oattention(pairs, pairs, values, presence_BS=torch.ones(200, 2), log_presence_BJ=log_p)
+    # One rounding of the weights in the kernel and one of the output; log p itself would be off by 4 eps.
+    exact = log_p.double().softmax(-1)[:, 0]
+    assert torch.all((out[:, 0, 0, 0].double() - exact).abs() <= eps * exact)
+
+
 def test_float32_error_is_that_of_the_stock_kernel():
     """At most twice the stock kernel's, plus one unit in the last place."""
     call = fixed_call().rounded(torch.float32)
@@ -517,6 +540,28 @@ def test_oattention_module_is_its_formula():
     )
     expected = attended.transpose(0, 2, 1, 3).reshape(2, 5, 8) @ as_array(module.out_projection.weight).T
     np.testing.assert_allclose(as_array(out), expected, rtol=0, atol=1e-13)
+
+
+def test_block_is_its_formula():
+    """h + OAttention(h), then h + p(h) FFN(p(h) LayerNorm(h)), each presence that of its own input."""
+    block = randomized(OTransformerBlock(8, 2, tau=0.3))
+    h = zeroed(randn(np.random.default_rng(6), 1, 5, 8), [2])
+    norm, *layers = block.ffn.ffn
+    h = h + block.attention(h, norm=block.norm)
+    normed = torch.tensor(onorm_loop(as_array(h), as_array(norm.norm(h)), 0.3))
+    expected = offn_loop(as_array(h), as_array(nn.Sequential(*layers)(normed)), 0.3)
+    out = block(zeroed(randn(np.random.default_rng(6), 1, 5, 8), [2]))
+    np.testing.assert_allclose(as_array(out), expected, rtol=0, atol=1e-13 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_in_half_precision_keep_zeros(name, dtype):
+    h = zeroed(randn(np.random.default_rng(7), 2, 6, 8), [0, 3])
+    full, half = (randomized(MODULES[name](), kind)(h.to(kind)) for kind in (torch.float64, dtype))
+    assert half.dtype == dtype and torch.all(half[:, [0, 3]] == 0)
+    # Weights, heads and sums are all rounded: a loose check that nothing is off by more than roundings.
+    assert max_error(half, full) <= 20 * eps_of(dtype) * full.abs().max()
 
 
 @pytest.mark.parametrize("name", MODULES)

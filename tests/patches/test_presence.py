@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from oretrofit.patches import gate, log_presence, presence, squared_norm
+from oretrofit.patches.presence import presence_and_log
 
 HALVES = [torch.float16, torch.bfloat16]
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (*HALVES, torch.float32, torch.float64)}
@@ -102,6 +103,12 @@ def test_autocast_does_not_round_presence():
 def test_float64_is_kept():
     h = torch.ones(2, 3, dtype=torch.float64)
     assert presence(h, 1.0).dtype == log_presence(h, 1.0).dtype == torch.float64
+
+
+def test_both_at_once():
+    h = torch.randn(2, 4, 3) * torch.tensor([0.0, 1e-3, 1.0, 300.0])[:, None]
+    p, log_p = presence_and_log(h, 0.3)
+    assert torch.equal(p, presence(h, 0.3)) and torch.equal(log_p, log_presence(h, 0.3))
 
 
 @pytest.mark.parametrize("shape", [(5,), (0, 5), (2, 0, 5), (2, 3, 4, 5)])

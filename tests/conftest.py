@@ -1,0 +1,81 @@
+"""Shared fixtures: a tiny v3 regressor with random weights, a table for it, and an estimator."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from tabpfn import TabPFNRegressor
+
+from oretrofit.retrofit.hosts import random_host
+from oretrofit.retrofit.patcher import carriers
+
+# The models here are tiny: threads would only wait for each other.
+torch.set_num_threads(1)
+
+TINY = {
+    "embed_dim": 16,
+    "dist_embed_num_blocks": 2,
+    "dist_embed_num_heads": 2,
+    "dist_embed_num_inducing_points": 4,
+    "feat_agg_num_blocks": 2,
+    "feat_agg_num_heads": 2,
+    "feat_agg_num_cls_tokens": 2,
+    "nlayers": 3,
+    "icl_num_heads": 4,
+    "num_buckets": 50,
+    "softmax_scaling_mlp_hidden_dim": 8,
+}
+
+
+@pytest.fixture(scope="session")
+def make_host():
+    """A function that builds a tiny host, with changes to its config."""
+    return lambda **config: random_host(seed=1, **{**TINY, **config})
+
+
+@pytest.fixture(scope="session")
+def tiny_host(make_host):
+    """One tiny host for all tests; only its specs and copies of its model may be used up."""
+    return make_host()
+
+
+@pytest.fixture(scope="session")
+def table():
+    """(X_train, y_train, X_test) with 24 train and 9 test rows, 3 columns."""
+    rng = np.random.default_rng(0)
+    X = rng.standard_normal((33, 3))
+    y = 2 * X[:, 0] + np.sin(X[:, 1]) + 0.1 * rng.standard_normal(33)
+    return X[:24], y[:24], X[24:]
+
+
+@pytest.fixture(scope="session")
+def regressor():
+    """A function that builds an estimator of two members in float32 on the CPU."""
+
+    def build(specs, **settings):
+        defaults = {"device": "cpu", "n_estimators": 2, "inference_precision": torch.float32}
+        return TabPFNRegressor(model_path=specs, **{**defaults, **settings})
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def gating_taus():
+    """A function that sets each carrier's tau so that gating matters: presence of 0.5 to 0.99.
+
+    `run(model)` runs a copy of the host. tau is a quarter of a low quantile of what each norm then
+    sees: any larger, and Full-O, whose gates multiply up, would predict nearly a constant.
+    """
+
+    def measure(host, run, variant):
+        model = copy.deepcopy(host.model)
+        seen = {name: [] for name in carriers(model, variant)}
+        for name, values in seen.items():
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda _, inputs, values=values: values.append(inputs[0].detach().double().square().sum(-1).flatten())
+            )
+        run(model)
+        return {name: 0.25 * torch.cat(values).quantile(0.05).item() for name, values in seen.items()}
+
+    return measure

@@ -1,0 +1,471 @@
+"""The patched blocks and model against the formulas in float64, written out here over the host's weights."""
+
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from oretrofit.patches import tabpfn_v3 as o
+from oretrofit.retrofit.patcher import carriers, patch_model
+
+VARIANTS = ["oa", "full-o"]
+KV_HEADS = [(None, None), (2, None), (None, 1), (2, 1)]
+ZEROS = [1, 3]  # tokens that are exactly zero, as receivers and as sources
+N = 6  # train rows
+
+
+# ---- The formulas --------------------------------------------------------------------------------
+
+
+def p_of(h, tau):
+    n = h.square().sum(-1)
+    return n / (tau + n)
+
+
+def rms_norm(norm, h):
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + torch.finfo(h.dtype).eps) * norm.weight
+
+
+def heads(linear, x, width):
+    return (x @ linear.weight.T).unflatten(-1, (-1, width))
+
+
+def attend(q, k, v, p, p_source):
+    """`p_i sum_j p_j exp(s_ij) v_j / sum_j p_j exp(s_ij)`; q (B, S, H, D), k and v (B, J, K, D)."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    scores = torch.einsum("bshd,bjhd->bhsj", q, k) / math.sqrt(q.shape[-1])
+    weights = p_source[:, None, None, :] * torch.exp(scores - scores.amax(-1, keepdim=True))
+    total = weights.sum(-1, keepdim=True)
+    weights = torch.where(total > 0, weights / total, 0)
+    return (p[:, :, None, None] * torch.einsum("bhsj,bjhd->bshd", weights, v)).flatten(-2)
+
+
+def feed_forward(block, norm, h, taus, gated):
+    g = p_of(h, taus[norm])[..., None] if gated else 1
+    z = (g * rms_norm(getattr(block, norm), h)) @ block.mlp[0].weight.T
+    return h + g * ((z * (1 + torch.erf(z / math.sqrt(2))) / 2) @ block.mlp[2].weight.T)
+
+
+def cross_block(block, x, context, taus, gated):
+    a = block.attn
+    q = heads(a.q_projection, rms_norm(block.layernorm_q, x), a.head_dim)
+    c = rms_norm(block.layernorm_kv, context)
+    if a.softmax_scaling_layer is not None:
+        q = a.softmax_scaling_layer(q, context.shape[1])
+    k, v = heads(a.k_projection, c, a.head_dim), heads(a.v_projection, c, a.head_dim)
+    out = attend(q, k, v, p_of(x, taus["layernorm_q"]), p_of(context, taus["layernorm_kv"]))
+    return feed_forward(block, "layernorm2", x + out @ a.out_projection.weight.T, taus, gated)
+
+
+def rotate(t, rope):
+    """RoPE as multiplication by exp(i position frequency) of (first half + i second half)."""
+    first, second = t.chunk(2, dim=-1)
+    angle = torch.arange(t.shape[1])[:, None, None] * rope.freqs.double()
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def column_block(block, x, context, rope, taus, gated):
+    a, norm = block.attention, block.layernorm
+    q, k, v = (
+        heads(linear, rms_norm(norm, h), a.head_dim)
+        for linear, h in ((a.q_projection, x), (a.k_projection, context), (a.v_projection, context))
+    )
+    if rope is not None:
+        q, k = rotate(q, rope), rotate(k, rope)
+    tau = taus["layernorm"]
+    out = attend(q, k, v, p_of(x, tau), p_of(context, tau))
+    return feed_forward(block, "layernorm_mlp", x + out @ a.out_projection.weight.T, taus, gated)
+
+
+def row_block(block, x, n, taus, gated):
+    a = block.icl_attention
+    normed, p = rms_norm(block.layernorm, x), p_of(x, taus["layernorm"])
+    q = heads(a.q_projection, normed, a.head_dim)
+    if a.softmax_scaling_layer is not None:
+        q = a.softmax_scaling_layer(q, n)
+    k, v = (heads(linear, normed[:, :n], a.head_dim) for linear in (a.k_projection, a.v_projection))
+    few = a.num_kv_heads_test or k.shape[2]
+    out = torch.cat(
+        [
+            attend(q[:, :n], k, v, p[:, :n], p[:, :n]),
+            attend(q[:, n:], k[:, :, :few], v[:, :, :few], p[:, n:], p[:, :n]),
+        ],
+        dim=1,
+    )
+    return feed_forward(block, "layernorm_mlp", x + out @ a.out_projection.weight.T, taus, gated)
+
+
+def at(name, taus):
+    """The taus of one block, by the names of its norms."""
+    return {key.removeprefix(f"{name}."): tau for key, tau in taus.items() if key.startswith(f"{name}.")}
+
+
+def model_forward(host, x, y, taus, gated):
+    """The whole model: (logits of the test rows, carrier in front of each ICL block)."""
+
+    def readout(norm, name, h):
+        return rms_norm(norm, h) * (p_of(h, taus[name])[..., None] if gated else 1)
+
+    n, embedder, aggregator = len(y), host.feature_distribution_embedder, host.column_aggregator
+    grouped, y_embedding, _ = host._preprocess_and_group(x, y, n, None)
+    h = host.x_embed(grouped)
+    h[:, :n] = h[:, :n] + y_embedding[:, :, None]
+    B, R, C, E = h.shape
+    z = h.transpose(1, 2).reshape(B * C, R, E)
+    for i, layer in enumerate(embedder.layers):
+        name = f"feature_distribution_embedder.layers.{i}.cross_attn_block"
+        inducing = layer.inducing_vectors.expand(B * C, -1, -1)
+        hidden = cross_block(layer.cross_attn_block1, inducing, z[:, :n], at(f"{name}1", taus), gated)
+        z = cross_block(layer.cross_attn_block2, z, hidden, at(f"{name}2", taus), gated)
+    h = z.reshape(B, C, R, E).transpose(1, 2)
+    s = torch.cat([aggregator.cls_tokens.expand(B, R, -1, -1), h], dim=2).flatten(0, 1)
+    *blocks, last = aggregator.blocks
+    for i, block in enumerate(blocks):
+        s = column_block(block, s, s, aggregator.rope, at(f"column_aggregator.blocks.{i}", taus), gated)
+    cls = s[:, : aggregator.num_cls_tokens]
+    cls = column_block(last, cls, s, aggregator.rope, at(f"column_aggregator.blocks.{len(blocks)}", taus), gated)
+    rows = readout(aggregator.out_ln, "column_aggregator.out_ln", cls).reshape(B, R, -1)
+    rows[:, :n] = rows[:, :n] + host._embed_icl_y(host._prepare_y(y, n, B))
+    inputs = []
+    for i, block in enumerate(host.icl_blocks):
+        inputs.append(rows)
+        rows = row_block(block, rows, n, at(f"icl_blocks.{i}", taus), gated)
+    return host.output_projection(readout(host.output_norm, "output_norm", rows)[:, n:]).transpose(0, 1), inputs
+
+
+# ---- Blocks --------------------------------------------------------------------------------------
+
+
+def tokens(*shape, seed=0):
+    """Tokens of quite different lengths, some exactly zero."""
+    g = torch.Generator().manual_seed(seed)
+    h = torch.randn(*shape, dtype=torch.float64, generator=g)
+    h = h * torch.exp(0.7 * torch.randn(*shape[:-1], 1, dtype=torch.float64, generator=g))
+    h[..., ZEROS, :] = 0
+    return h
+
+
+def patched_pair(host, variant, *, count=True):
+    """(host in float64, patched copy, taus of all carriers); without the query scaling if not `count`."""
+    model = copy.deepcopy(host.model).double()
+    if not count:
+        for module in model.modules():
+            if hasattr(module, "softmax_scaling_layer"):
+                module.softmax_scaling_layer = None
+    g = torch.Generator().manual_seed(7)
+    everywhere = carriers(model, "full-o")
+    # Around ||h||^2 of a token of unit variance, so that presence runs from 0.1 to 0.9.
+    taus = {
+        name: model.get_submodule(name).normalized_shape[0] * math.exp(0.4 * torch.randn((), generator=g))
+        for name in everywhere
+    }
+    patched = copy.deepcopy(model)
+    patch_model(patched, variant, {name: taus[name] for name in carriers(model, variant)})
+    return model, patched, taus
+
+
+# kind -> (block's name, forward(model, block, x), reference(host, block, x, taus, gated), shape of x)
+SPREAD = "feature_distribution_embedder.layers.0.cross_attn_block"
+KINDS = {
+    "inducing points from rows": (
+        f"{SPREAD}1",
+        lambda model, block, x: block(x[:, :5], x[:, 1:]),
+        lambda host, block, x, *rest: cross_block(block, x[:, :5], x[:, 1:], *rest),
+        (3, 8, 16),
+    ),
+    "rows from inducing points": (
+        f"{SPREAD}2",
+        lambda model, block, x: block(x, x.roll(1, 0)),
+        lambda host, block, x, *rest: cross_block(block, x, x.roll(1, 0), *rest),
+        (3, 8, 16),
+    ),
+    "columns": (
+        "column_aggregator.blocks.0",
+        lambda model, block, x: block(x[None], rope=model.column_aggregator.rope)[0],
+        lambda host, block, x, *rest: column_block(block, x, x, host.column_aggregator.rope, *rest),
+        (3, 6, 16),
+    ),
+    "columns without positions": (
+        "column_aggregator.blocks.0",
+        lambda model, block, x: block(x[None])[0],
+        lambda host, block, x, *rest: column_block(block, x, x, None, *rest),
+        (3, 6, 16),
+    ),
+    "readout of columns": (
+        "column_aggregator.blocks.1",
+        lambda model, block, x: block.forward_cross(x[None, :, :2], x[None], model.column_aggregator.rope)[0],
+        lambda host, block, x, *rest: column_block(block, x[:, :2], x, host.column_aggregator.rope, *rest),
+        (3, 6, 16),
+    ),
+    "rows": (
+        "icl_blocks.0",
+        lambda model, block, x: block(x, N)[0],
+        lambda host, block, x, *rest: row_block(block, x, N, *rest),
+        (2, 9, 32),
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_block_is_its_formula(tiny_host, kind, variant):
+    name, forward, reference, shape = KINDS[kind]
+    host, patched, taus = patched_pair(tiny_host, variant)
+    x, block_taus = tokens(*shape), at(name, taus)
+    with torch.no_grad():
+        out = forward(patched, patched.get_submodule(name), x)
+        expected = reference(host, host.get_submodule(name), x, block_taus, variant == "full-o")
+        ungated = reference(host, host.get_submodule(name), x, dict.fromkeys(block_taus, 1e-300), False)
+    p = p_of(x, block_taus[min(block_taus)])[x.any(-1)]
+    assert p.min() < 0.4
+    assert p.max() > 0.6
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert (out - ungated).abs().max() > 0.1  # the gates matter
+    zeros = [i for i in ZEROS if i < out.shape[1]]
+    assert not out[:, zeros].any()  # absorbed exactly, branch by branch
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kv_heads", KV_HEADS)
+@pytest.mark.parametrize("n", [N, 9])
+def test_row_block_with_shared_key_value_heads(make_host, kv_heads, variant, n):
+    host, patched, taus = patched_pair(
+        make_host(icl_num_kv_heads=kv_heads[0], icl_num_kv_heads_test=kv_heads[1]), variant
+    )
+    x = tokens(2, 9, 32)
+    with torch.no_grad():
+        out, entry = patched.icl_blocks[1](x, n)
+        built, kept = patched.icl_blocks[1](x, n, return_kv=True)
+        expected = row_block(host.icl_blocks[1], x, n, at("icl_blocks.1", taus), variant == "full-o")
+        # The test rows against what the cache kept of the train rows, those alone seeing all rows.
+        cached, _ = patched.icl_blocks[1](x[:, n:], 0, cached_kv=kept)
+    assert entry is None
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(built, out)
+    torch.testing.assert_close(cached, expected[:, n:], rtol=1e-12, atol=1e-12)
+    p = p_of(x[:, :n], taus["icl_blocks.1.layernorm"])
+    torch.testing.assert_close(kept.log_presence.exp(), p, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("factor", [1, 3, 100])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_chunked_in_place_evaluation_changes_nothing(tiny_host, variant, factor):
+    _, patched, _ = patched_pair(tiny_host, variant)
+    x, rows, rope = tokens(2, 3, 6, 16), tokens(5, 9, 32), patched.column_aggregator.rope
+    with torch.no_grad():
+        for whole, chunked in (
+            (
+                patched.column_aggregator.blocks[0](x, rope),
+                patched.column_aggregator.blocks[0](x.clone(), rope, factor),
+            ),
+            (patched.icl_blocks[0](rows, N)[0], patched.icl_blocks[0](rows.clone(), N, factor)[0]),
+        ):
+            torch.testing.assert_close(chunked, whole, rtol=1e-13, atol=1e-13)
+
+
+def among(x, places):
+    """(x with a zero token in front of each of these places, where its own tokens are now)."""
+    order = sorted([*range(x.shape[1]), *(place - 0.5 for place in places)])
+    keep = [i for i, old in enumerate(order) if old == int(old)]
+    longer = x.new_zeros(x.shape[0], len(order), x.shape[2])
+    longer[:, keep] = x
+    return longer, keep
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        ("inducing points from rows", [0, 2, 5]),
+        ("rows from inducing points", [0, 2, 5]),
+        ("columns", [6]),  # behind the live ones: RoPE keeps their positions
+        ("columns without positions", [0, 2, 5]),
+        ("readout of columns", [6]),
+        ("rows", [0, 2, 5]),
+    ],
+)
+def test_inserted_zeros_change_no_other_token(tiny_host, kind, places, variant):
+    """Without the scaling of queries by the number of keys, which counts zeros too."""
+    host, patched, _ = patched_pair(tiny_host, variant, count=False)
+    name, forward, _, shape = KINDS[kind]
+    x = tokens(*shape, seed=3)
+    longer, keep = among(x, places)
+    inserted = [i for i in range(longer.shape[1]) if i not in keep]
+
+    def outputs(model):
+        block = model.get_submodule(name)
+        with torch.no_grad():
+            if kind == "rows":
+                return block(x, N)[0], block(longer, N + len(places))[0]
+            if kind == "inducing points from rows":
+                return block(x[:, :5], x), block(x[:, :5], longer)
+            return forward(model, block, x), forward(model, block, longer)
+
+    old, new = outputs(patched)
+    if new.shape[1] == longer.shape[1]:
+        assert not new[:, inserted].any()
+        new = new[:, keep]
+    torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
+    old, new = outputs(host)
+    new = new[:, keep] if new.shape[1] == longer.shape[1] else new
+    assert (new - old).abs().max() > 1e-2  # where the host is moved by every one of them
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_at_zero_tokens_are_finite(tiny_host, variant):
+    _, patched, _ = patched_pair(tiny_host, variant)
+    for name, forward, _, shape in KINDS.values():
+        x = tokens(*shape).requires_grad_()
+        forward(patched, patched.get_submodule(name), x).square().sum().backward()
+        assert torch.isfinite(x.grad).all(), name
+        assert x.grad.any(), name
+
+
+# ---- The whole model -----------------------------------------------------------------------------
+
+
+def whole(host, gating_taus, variant, dtype=torch.float64):
+    """(host, patched clone, taus, x, y): one batch of two tables of 6 + 8 rows and 4 columns."""
+    g = torch.Generator().manual_seed(11)
+    x = torch.randn(14, 2, 4, dtype=dtype, generator=g)
+    x[3, :, 1] = torch.nan
+    y = torch.randn(N, 2, dtype=dtype, generator=g)
+    model = copy.deepcopy(host.model).to(dtype)
+    taus = gating_taus(host, lambda m: m.to(dtype)(x, y), variant)
+    patched = copy.deepcopy(model)
+    patch_model(patched, variant, taus)
+    return model, patched, taus, x, y
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"icl_num_kv_heads": 2, "icl_num_kv_heads_test": 1},
+        {"use_rope": False, "use_nan_indicators": False, "feat_agg_num_blocks": 1, "nlayers": 1},
+    ],
+)
+def test_model_is_its_formulas(make_host, gating_taus, config, variant):
+    host, patched, taus, x, y = whole(make_host(**config), gating_taus, variant)
+    with torch.no_grad():
+        logits, inputs = model_forward(host, x, y, taus, variant == "full-o")
+        out = patched(x, y)
+        _, cache = patched(x[:N], y, return_kv_cache=True)
+        cached = patched(x[N:], y, kv_cache=cache, x_is_test_only=True)
+        plain = host(x, y)
+    torch.testing.assert_close(out, logits, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(cached, logits, rtol=1e-10, atol=1e-10)
+    assert (out - plain).abs().max() > 0.05
+    for i, rows in enumerate(inputs):
+        tau = taus[f"icl_blocks.{i}.layernorm"]
+        expected = -torch.log1p(tau / rows[:, :N].square().sum(-1))
+        torch.testing.assert_close(cache.kv[i].log_presence, expected, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_of_the_formulas(tiny_host, gating_taus, variant, recompute):
+    """In training mode, with and without recomputing each layer in the backward pass."""
+    host, patched, taus, x, y = whole(tiny_host, gating_taus, variant)
+    options = dataclasses.replace(patched.get_default_performance_options(), force_recompute_layer=recompute)
+
+    def gradients(model, forward):
+        model.train()
+        inputs = x.clone().requires_grad_()
+        weight = torch.linspace(-1, 1, 8 * 2 * 50, dtype=torch.float64).view(8, 2, 50).roll(7, 0)
+        (weight * forward(inputs)).sum().backward()
+        return {"x": inputs.grad} | {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    actual = gradients(patched, lambda inputs: patched(inputs, y, performance_options=options))
+    expected = gradients(host, lambda inputs: model_forward(host, inputs, y, taus, variant == "full-o")[0])
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        assert scale > 0, name
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-8, atol=1e-8 * scale, msg=lambda m, n=name: n + m)
+
+
+# ---- The cache -----------------------------------------------------------------------------------
+
+
+def presences(cache):
+    return [cache.kv[i].log_presence for i in sorted(cache.kv)]
+
+
+def entry_types(cache):
+    return {type(cache), *map(type, cache.kv.values())}
+
+
+@pytest.fixture(scope="module")
+def caches(make_host, gating_taus):
+    """(patched, x, y, plain logits, dense cache of both tables, caches of each alone), float32, Full-O."""
+    host = make_host(icl_num_kv_heads=2)
+    _, patched, _, x, y = whole(host, gating_taus, "full-o", torch.float32)
+    with torch.no_grad():
+        plain = patched(x, y)
+        _, both = patched(x[:N], y, return_kv_cache=True)
+        alone = [patched(x[:N, [i]], y[:, [i]], return_kv_cache=True)[1] for i in range(2)]
+    return patched, x, y, plain, both, alone
+
+
+def predict_from(cache, patched, x, y):
+    with torch.no_grad():
+        return patched(x[N:], y, kv_cache=cache, x_is_test_only=True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.int8, torch.float8_e4m3fn])
+def test_presence_stays_beside_keys_and_values(caches, dtype):
+    patched, x, y, plain, both, alone = caches
+    kept = presences(both)
+    cache = both if dtype is None else both.quantize(dtype)
+    entry = o.OKVCacheEntry if dtype is None else o.OQuantizedKVCacheEntry
+    parts = [copy.deepcopy(c) if dtype is None else c.quantize(dtype) for c in alone]
+    joined = o.OTabPFNV3Cache.concatenate(parts)
+    atol = {None: 1e-5, torch.int8: 0.02, torch.float8_e4m3fn: 0.1}[dtype] * plain.abs().max()
+    for made in (cache, cache.to("cpu"), joined, joined.to("cpu"), copy.deepcopy(cache)):
+        assert entry_types(made) == {o.OTabPFNV3Cache, entry}
+        assert made.train_shape == (2, N)
+        for log_p, expected in zip(presences(made), kept, strict=True):
+            torch.testing.assert_close(log_p, expected, rtol=1e-4, atol=1e-6)
+        assert (predict_from(made, patched, x, y) - plain).abs().max() < atol
+    moved = cache.to("meta")
+    assert {log_p.device.type for log_p in presences(moved)} == {"meta"}
+    if dtype is not None:
+        assert {e.key.dtype for e in cache.kv.values()} == {dtype}
+        for e, expected in zip(cache.kv.values(), kept, strict=True):
+            dense = e.dequantize(torch.float64)
+            assert type(dense) is o.OKVCacheEntry
+            assert dense.key.dtype == torch.float64
+            assert torch.equal(dense.log_presence, expected)
+
+
+def test_cached_rows_would_be_wrong_without_their_presence(caches):
+    patched, x, y, plain, both, _ = caches
+    close = (predict_from(both, patched, x, y) - plain).abs().max()
+    forgetful = copy.deepcopy(both)
+    for entry in forgetful.kv.values():
+        entry.log_presence = torch.zeros_like(entry.log_presence)
+    wrong = (predict_from(forgetful, patched, x, y) - plain).abs().max()
+    assert wrong > 1000 * close
+
+
+def test_a_cache_passes_through_unchanged(caches):
+    patched, x, y, plain, both, _ = caches
+    with torch.no_grad():
+        out, same = patched(x[N:], y, kv_cache=both, x_is_test_only=True, return_kv_cache=True)
+    assert same is both
+    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_storage_dtype_is_asked_of_the_entry(caches):
+    """As the engine stores each layer: `kv_cache_dtype` in the performance options."""
+    patched, x, y, _, both, _ = caches
+    options = dataclasses.replace(patched.get_default_performance_options(), kv_cache_dtype=torch.int8)
+    with torch.no_grad():
+        _, cache = patched(x[:N], y, return_kv_cache=True, performance_options=options)
+    assert entry_types(cache) == {o.OTabPFNV3Cache, o.OQuantizedKVCacheEntry}
+    assert all(torch.equal(a, b) for a, b in zip(presences(cache), presences(both), strict=True))
