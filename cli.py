@@ -28,7 +28,9 @@ _HELD_OUT = 8  # synthetic tables on which `patch` compares host and variant
 
 Host = Annotated[str, typer.Option(help="[b]small[/b], [b]random-v3[/b], [b]v3[/b] or a checkpoint file.")]
 Device = Annotated[str, typer.Option(help="[b]auto[/b] (a GPU if there is one), [b]cpu[/b] or [b]cuda[/b].")]
-Suite = Annotated[str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: see the README.")]
+Suite = Annotated[
+    str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
+]
 Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
 Delta = Annotated[float, typer.Option(help="1 minus the presence at the quantile, between 0 and 1.")]

