@@ -213,11 +213,11 @@ def evaluate(
         raise typer.Exit(1)
 
 
-@app.command(epilog="Example: [b]oretrofit pretrain --steps 10000 --out runs/pretrain[/b]")
+@app.command(epilog="Example: [b]oretrofit pretrain --steps 7500 --out runs/pretrain[/b]")
 @_plain_errors()
 def pretrain(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for state and result.")] = Path("runs/pretrain"),
-    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 10_000,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 7_500,
     seed: Annotated[int, typer.Option(help="Of the initial weights and every batch.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's own choice.")] = None,
 ) -> None:

@@ -28,7 +28,7 @@ from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
 from tabpfn.utils import infer_autocast_inference_mode
 
-from ..calibration.carriers import calibration_tables, split_table
+from ..calibration.carriers import calibration_tables, predict_table, split_table
 from ..calibration.tau import check_delta
 from ..retrofit.api import (
     CALIBRATION_SEED,
@@ -43,7 +43,7 @@ from ..retrofit.api import (
 from ..retrofit.hosts import Host
 from ..retrofit.patcher import VARIANTS
 from .datasets import Case, load_dataset, make_case
-from .frontier import compare_predictions, predict_tables
+from .frontier import compare_predictions
 
 IDENTITY = "identity"
 IDENTITY_DELTA = 1e-6
@@ -319,7 +319,7 @@ def near_identity(
     variant: list[np.ndarray] = []
     for predicted, specs in ((host, retrofit.host_specs), (variant, retrofit.specs)):
         for table in held_out:
-            predicted += predict_tables(specs, [table], device)
+            predicted.append(predict_table(specs, table, device))
             if on_table is not None:
                 on_table()
     return compare_predictions(host, variant, held_out)

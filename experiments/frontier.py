@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
-import torch
-from tabpfn import TabPFNRegressor
-from tabpfn.base import ModelSpecs
 
-from ..calibration.carriers import calibration_tables, split_table
+from ..calibration.carriers import calibration_tables, predict_table, split_table
 from ..calibration.prior import Table
 from ..retrofit.api import measure, patch
 from ..retrofit.hosts import Host
@@ -19,21 +16,6 @@ DELTAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1e-1)
 
 # Held out from calibration, whose tables have another seed.
 HELD_OUT_SEED = 30_000
-
-
-def predict_tables(specs: ModelSpecs, tables: Sequence[Table], device: str = "cpu") -> list[np.ndarray]:
-    """Predicted means of each table's last third from its first two thirds, in float32."""
-    predictions = []
-    for table in tables:
-        X_train, y_train, X_test, _ = split_table(table)
-        regressor = TabPFNRegressor(
-            model_path=specs,
-            device=device,
-            inference_precision=torch.float32,
-            categorical_features_indices=table.categorical,
-        )
-        predictions.append(regressor.fit(X_train, y_train).predict(X_test))
-    return predictions
 
 
 def compare_predictions(
@@ -70,12 +52,15 @@ def sweep_delta(
         `mean_abs_rmse_delta_pct`, `max_abs_diff_sd`.
     """
     held_out = calibration_tables(tables, HELD_OUT_SEED)
-    reference = predict_tables(host.specs(), held_out, device)
+    host_specs = host.specs()
+    reference = [predict_table(host_specs, table, device) for table in held_out]
     squared_norms = measure(host, device=device)
     rows = []
     for delta in deltas:
         retrofit = patch(host, variant, delta=delta, squared_norms=squared_norms)
-        compared = compare_predictions(reference, predict_tables(retrofit.specs, held_out, device), held_out)
+        specs = retrofit.specs
+        predicted = [predict_table(specs, table, device) for table in held_out]
+        compared = compare_predictions(reference, predicted, held_out)
         rows.append({"delta": delta, **compared})
         if on_step is not None:
             on_step(f"delta {delta:g}: mean RMSE change {compared['mean_rmse_delta_pct']:+.4f} %")

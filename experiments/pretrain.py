@@ -46,8 +46,7 @@ class PretrainSettings:
 
     Attributes:
         steps: Optimizer steps in all. The learning rate is constant after the warm-up and falls
-            linearly to zero over the last `decay` share of them, so a run may be resumed with
-            more steps as long as it has not begun to decay.
+            linearly to zero over the last `decay` share of them.
         seed: Seeds the initial weights and, with the step's number, every batch.
         learning_rate: Peak rate, for Muon (scaled to AdamW's update size) and AdamW alike.
         warmup: Steps of linear warm-up.
@@ -169,12 +168,13 @@ def _rate(step: int, settings: PretrainSettings) -> float:
 
 
 def pretrain(
-    settings: PretrainSettings, folder: Path, *, threads: int | None = None, save_every: int = 250
+    settings: PretrainSettings, folder: Path, *, threads: int | None = None, log_every: int = 25, save_every: int = 250
 ) -> Iterator[tuple[int, float]]:
     """Train the host, resuming from `folder` when it holds an earlier state.
 
-    Yields (step, mean loss since the last yield) every 25 steps: the negative log-likelihood of
-    the bar distribution over standardised targets. Writes `state.pt` (to resume), `loss.csv`, and
+    Yields (step, mean loss since the last yield) every `log_every` steps: the negative log-likelihood of
+    the bar distribution over standardised targets. Raises `ValueError` if `folder` holds a run with
+    other settings. Writes `state.pt` (to resume), `loss.csv`, and
     at the end `oretrofit-small-v3-regressor.safetensors` into `folder`.
     """
     if threads:
@@ -187,6 +187,8 @@ def pretrain(
     start, losses, began = 0, [], time.monotonic()
     if state_file.exists():
         state = torch.load(state_file, weights_only=True)
+        if state["settings"] != asdict(settings):
+            raise ValueError(f"{folder} holds a run with other settings, {state['settings']}; choose another folder")
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -209,13 +211,18 @@ def pretrain(
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         done = step + 1
-        if done % 25 == 0 or done == settings.steps:
+        if done % log_every == 0 or done == settings.steps:
             with log_file.open("a", newline="") as f:
                 csv.writer(f).writerow([done, f"{np.mean(losses):.4f}", f"{time.monotonic() - began:.0f}"])
             yield done, float(np.mean(losses))
             losses = []
         if done % save_every == 0 or done == settings.steps:
-            state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": done}
+            state = {
+                "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers],
+                "step": done,
+                "settings": asdict(settings),
+            }
             torch.save(state, state_file.with_suffix(".tmp"))
             state_file.with_suffix(".tmp").replace(state_file)
     save_host(model.eval(), folder / "oretrofit-small-v3-regressor.safetensors")

@@ -22,11 +22,14 @@ from oretrofit.retrofit.patcher import carriers, patch_model
 VARIANTS = ["oa", "full-o"]
 
 
-@pytest.fixture(scope="module", params=[{}, {"icl_num_kv_heads": 2, "icl_num_kv_heads_test": 1}], ids=["", "few-heads"])
+CONFIGS = {"few heads": {"icl_num_kv_heads": 2, "icl_num_kv_heads_test": 1}, "all heads": {}}
+
+
+@pytest.fixture(scope="module", params=["few heads"])
 def runs(request, make_host, gating_taus, regressor, table):
     """fit(variant, **settings), predict(variant, **settings) and the plain runs' predictions."""
     X, y, X_test = table
-    host = make_host(**request.param)
+    host = make_host(**CONFIGS[request.param])
     models = {"host": host.model}
     for variant in VARIANTS:
         models[variant] = copy.deepcopy(host.model)
@@ -137,7 +140,11 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("runs", "mode"),
+    [("few heads", mode) for mode in MODES] + [("all heads", mode) for mode in MODES if "cache" in mode],
+    indirect=["runs"],
+)
 def test_mode(runs, seen, monkeypatch, mode):
     settings, own, expected = MODES[mode]
     # TabPFN offers autocast where the CPU is fast at it; torch has it everywhere.
@@ -267,7 +274,7 @@ def test_gradients_through_the_estimator(runs, regressor, table):
 def test_compiled(make_host, regressor, table, gating_taus, monkeypatch, variant):
     """Traced by dynamo, with everything symbolic; the code generator behind it takes minutes and is torch's own."""
     X, y, X_test = table
-    host = make_host(dist_embed_num_blocks=1, feat_agg_num_blocks=2, nlayers=1)
+    host = make_host(dist_embed_num_blocks=1, nlayers=1, use_nan_indicators=False)
     model = copy.deepcopy(host.model)
     patch_model(
         model, variant, gating_taus(host, lambda m: regressor(host.specs(m)).fit(X, y).predict(X_test), variant)

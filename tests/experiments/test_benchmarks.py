@@ -1,0 +1,62 @@
+"""The benchmark, baseline and frontier modules on tiny inputs: what they report is what it says."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from oretrofit.experiments import baselines, frontier, overhead
+from oretrofit.experiments.datasets import load_dataset, make_case
+
+
+def test_overhead_reports_a_row_a_variant(tiny_host):
+    lines = []
+    table = overhead.measure_overhead(tiny_host, rows=20, test_rows=5, columns=2, rounds=2, on_round=lines.append)
+    assert list(table["variant"]) == ["oa", "full-o"]
+    assert (table["ratio"] > 0).all()
+    assert (table["rounds"] == 2).all()
+    assert len(lines) == 3
+
+
+def test_overhead_ratio_is_the_median_of_paired_rounds(tiny_host, monkeypatch):
+    # host, oa, full-o in a turning order; the first round is the warm-up
+    order = ["host", "oa", "full-o"]
+    seconds = {"host": iter([9, 1, 2, 4]), "oa": iter([9, 3, 2, 4]), "full-o": iter([9, 1, 4, 40])}
+    calls = iter(name for i in range(4) for name in order[i % 3 :] + order[: i % 3])
+    monkeypatch.setattr(overhead, "_forward_seconds", lambda *_: next(seconds[next(calls)]))
+    table = overhead.measure_overhead(tiny_host, rows=4, test_rows=2, columns=1, rounds=3).set_index("variant")
+    assert table["ratio"].to_dict() == {"oa": 1.0, "full-o": 2.0}
+    assert table["host_seconds"].to_dict() == {"oa": 2.0, "full-o": 2.0}
+
+
+def test_baselines_are_relative_to_the_train_mean(tiny_host, tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(90)
+    group = np.where(np.arange(90) % 9 == 0, None, np.where(x > 0, "a", "b"))
+    file = tmp_path / "line.csv"
+    pd.DataFrame({"x": x, "group": group, "y": 3 * x + 0.1 * rng.standard_normal(90)}).to_csv(file, index=False)
+    spec = f"csv:{file}#y"
+    table = baselines.compare_baselines(tiny_host, [spec], 1)
+    assert list(table.columns) == ["dataset", "ridge", "random_forest", "host"]
+    # A line with noise of 0.1 / 3 of its spread, which least squares finds.
+    case = make_case(load_dataset(spec), 0, 500, 300)
+    slope, intercept = np.polyfit(case.X_train["x"], case.y_train, 1)
+    error = np.mean((slope * case.X_test["x"] + intercept - case.y_test) ** 2)
+    expected = np.sqrt(error / np.mean((case.y_train.mean() - case.y_test) ** 2))
+    assert table["ridge"][0] == pytest.approx(expected, rel=0.1)
+    assert table["random_forest"][0] < 0.3
+
+
+def test_frontier_grows_with_delta(tiny_host):
+    table = frontier.sweep_delta(tiny_host, "full-o", tables=2, deltas=(1e-6, 1e-1))
+    assert list(table["delta"]) == [1e-6, 1e-1]
+    assert table["max_abs_diff_sd"][0] < 1e-3 < table["max_abs_diff_sd"][1]
+
+
+def test_compared_predictions_by_hand():
+    class Line:
+        X = np.zeros((6, 1))
+        y = np.array([0.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+
+    compared = frontier.compare_predictions([np.array([1.0, 1.0])], [np.array([2.0, 1.0])], [Line])
+    assert compared["mean_rmse_delta_pct"] == pytest.approx(100 * (np.sqrt(2.5) - 1))
+    assert compared["max_abs_diff_sd"] == pytest.approx(1 / 0.5)
