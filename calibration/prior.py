@@ -25,7 +25,7 @@ class Table:
     Attributes:
         X: Features, (rows, columns), float64; missing cells are NaN.
         y: Target, (rows,), float64, finite and not constant.
-        categorical: Indices of the columns that hold categorical codes.
+        categorical: Indices of the columns that hold categorical codes (whole numbers times one scale).
     """
 
     X: Array

@@ -29,7 +29,7 @@ from tabpfn.base import ModelSpecs
 from tabpfn.utils import infer_autocast_inference_mode
 
 from ..calibration.carriers import calibration_tables, predict_table, split_table
-from ..calibration.tau import check_delta
+from ..calibration.tau import check_settings
 from ..retrofit.api import (
     CALIBRATION_SEED,
     DEFAULT_DELTA,
@@ -105,9 +105,7 @@ class Plan:
             raise ValueError(f"a case needs at least 2 train rows, got a limit of {self.max_rows}")
         if self.tables < 1:
             raise ValueError(f"calibration needs at least one table, got {self.tables}")
-        if not 0 <= self.quantile <= 1:
-            raise ValueError(f"quantile must lie in [0, 1], got {self.quantile}")
-        check_delta(self.delta)
+        check_settings(self.delta, self.quantile)
         self.precision_used()
 
     def deltas(self) -> dict[str, float]:

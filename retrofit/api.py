@@ -23,9 +23,9 @@ from tabpfn.inference import InferenceEngine
 from tabpfn.model_loading import save_fitted_tabpfn_model
 
 from ..calibration.carriers import calibration_tables, measure_carriers
-from ..calibration.tau import check_delta, choose_tau, presence_report
+from ..calibration.tau import check_settings, choose_tau, presence_report
 from .hosts import Host, HostError, HostLike, load_host
-from .patcher import Site, carriers, check_variant, patch_model
+from .patcher import Site, carriers, check_variant, model_taus, patch_model
 
 DEFAULT_DELTA = 1e-3
 DEFAULT_QUANTILE = 0.01
@@ -103,6 +103,8 @@ class Retrofit:
             raise ValueError(f"the file must end in {_FIT_SUFFIX}, not {path.name!r}")
         if not hasattr(regressor, "executor_"):
             raise ValueError("the regressor is not fitted; call fit first")
+        if model_taus(regressor.models_[0]) != {site.name: site.tau for site in self.sites}:
+            raise ValueError("the regressor was not fitted on the specs of this retrofit")
         named = copy.copy(regressor)
         named.model_path = "oretrofit"  # specs are no JSON; `load_fit` puts this retrofit's in
         save_fitted_tabpfn_model(named, path)
@@ -119,11 +121,11 @@ class Retrofit:
             try:
                 with zipfile.ZipFile(path) as archive:
                     saved_by = json.loads(archive.read("oretrofit.json"))
-                    if saved_by != self._identity():
-                        raise RetrofitError(f"{path} was saved by a retrofit with other weights, variant or taus")
                     archive.extractall(folder)
-            except (OSError, KeyError, zipfile.BadZipFile) as error:
+            except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
                 raise RetrofitError(f"{path} was not saved by Retrofit.save_fit: {error}") from error
+            if saved_by != self._identity():
+                raise RetrofitError(f"{path} was saved by a retrofit with other weights, variant or taus")
             files = Path(folder)
             params = json.loads((files / "init_params.json").read_text())
             params.pop("__class_name__")
@@ -181,7 +183,7 @@ def patch(
         ValueError: An unknown variant, or a number out of range.
     """
     check_variant(variant)
-    check_delta(delta)
+    check_settings(delta, quantile)
     host = load_host(host)
     names = carriers(host.model, variant)
     if tau is not None:
@@ -222,23 +224,26 @@ def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:
     """
     try:
         content = json.loads(Path(path).read_text())
-        if content["format"] != _FORMAT:
-            raise RetrofitError(f"{path} has format {content['format']!r}; this version reads {_FORMAT!r}")
-        stored, variant, taus = content["host"], content["variant"], content["tau"]
+        found, variant = content["format"], content["variant"]
+        name, sha256 = content["host"]["name"], str(content["host"]["sha256"])
+        taus = {str(site): float(tau) for site, tau in content["tau"].items()}
         check_variant(variant)
-    except RetrofitError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {error!r}") from error
-    if host is None and stored["name"] is None:
+    if found != _FORMAT:
+        raise RetrofitError(f"{path} has format {found!r}; this version reads {_FORMAT!r}")
+    if host is None and name is None:
         raise HostError(f"{path} was made for a model given as an object; say which one: load(FILE, host=...)")
-    loaded = load_host(stored["name"] if host is None else host)
-    if loaded.sha256 != stored["sha256"]:
+    loaded = load_host(name if host is None else host)
+    if loaded.sha256 != sha256:
         raise RetrofitError(
-            f"{path} was made for other weights: host {stored['name'] or '(an object)'} with SHA-256 "
-            f"{stored['sha256'][:12]}..., not {loaded.name or 'the given host'} with {loaded.sha256[:12]}..."
+            f"{path} was made for other weights: host {name or '(an object)'} with SHA-256 {sha256[:12]}..., "
+            f"not {loaded.name or 'the given host'} with {loaded.sha256[:12]}..."
         )
-    return _assemble(loaded, variant, taus, content.get("calibration", {}), content.get("statistics", {}))
+    try:
+        return _assemble(loaded, variant, taus, content.get("calibration", {}), content.get("statistics", {}))
+    except ValueError as error:
+        raise RetrofitError(f"{path} does not fit its host: {error}") from error
 
 
 def _assemble(

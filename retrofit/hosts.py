@@ -19,7 +19,12 @@ from tabpfn.base import ModelSpecs
 from tabpfn.checkpoint import Checkpoint
 from tabpfn.constants import ModelVersion
 from tabpfn.inference_config import InferenceConfig, cpu_sample_limit
-from tabpfn.model_loading import get_cache_dir, load_model_criterion_config, resolve_model_path
+from tabpfn.model_loading import (
+    _rename_old_inference_config_keys,
+    get_cache_dir,
+    load_model_criterion_config,
+    resolve_model_path,
+)
 from torch import nn
 
 from .patcher import unpatch_model
@@ -106,6 +111,8 @@ def load_host(host: HostLike = "small") -> Host:
         return host
     if isinstance(host, TabPFNRegressor):
         return _from_regressor(host)
+    if not isinstance(host, (str, Path, nn.Module)):
+        raise HostError(f"a host is a name, a path, a TabPFNRegressor or a v3 model, not a {type(host).__name__}")
     if isinstance(host, nn.Module):
         _check_regressor(type(host).__name__, getattr(host, "config", None), "the given model")
         return Host(None, _unpatched_clone(host), _with_cpu_limit(_default_inference_config()))
@@ -130,6 +137,7 @@ def random_host(seed: int = 0, **config: Any) -> Host:
     every row; here they are drawn too, and the readout is made to give a normal distribution
     whose mean depends on the row.
     """
+    standard = seed == 0 and not config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = get_architecture(TabPFNV3Config(**{"num_buckets": 5000, **config}))
@@ -144,8 +152,7 @@ def random_host(seed: int = 0, **config: Any) -> Host:
             direction = torch.randn(last.in_features) / math.sqrt(last.in_features)
             last.weight.copy_(2 * centers[:, None] * direction + 0.1 * last.weight)
             last.bias.copy_(model.regression_borders.diff().log() - centers.square() / 2)
-    config = _default_inference_config()
-    return Host("random-v3" if seed == 0 else None, model.eval(), _with_cpu_limit(config))
+    return Host("random-v3" if standard else None, model.eval(), _with_cpu_limit(_default_inference_config()))
 
 
 def _default_inference_config() -> InferenceConfig:
@@ -166,7 +173,9 @@ def _from_checkpoint(path: Path, name: str) -> Host:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise HostError(f"cannot read the checkpoint {path}: {error}") from error
-    if not isinstance(checkpoint, dict) or not {"state_dict", "config"} <= checkpoint.keys():
+    if not isinstance(checkpoint, dict) or not all(
+        isinstance(checkpoint.get(key), dict) for key in ("state_dict", "config")
+    ):
         raise HostError(f"{path} is not a TabPFN checkpoint: it has no `state_dict` and `config`")
     architecture = checkpoint.get("architecture_name", "tabpfn_v2")
     _check_regressor(architecture, checkpoint["config"], str(path))
@@ -181,7 +190,12 @@ def _from_checkpoint(path: Path, name: str) -> Host:
     except Exception as error:
         raise HostError(f"{path} does not hold the weights that its own config describes: {error}") from error
     stored = checkpoint.get("inference_config")
-    inference_config = InferenceConfig(**stored) if stored else _default_inference_config()
+    try:
+        inference_config = (
+            InferenceConfig(**_rename_old_inference_config_keys(stored)) if stored else _default_inference_config()
+        )
+    except Exception as error:
+        raise HostError(f"{path} has an inference config that this TabPFN does not know: {error}") from error
     criterion = None
     if criterion_borders is not None:
         criterion = FullSupportBarDistribution(criterion_borders.float(), ignore_nan_targets=True)
@@ -201,12 +215,12 @@ def _from_prior_labs() -> Host:
         )
     except Exception as error:
         raise HostError(
-            f"TabPFN could not load its v3 regressor: {str(error).strip().splitlines()[0]}\n"
+            f"TabPFN could not load its v3 regressor: {_first_line(error)}\n"
             "Either accept Prior Labs' licence at https://ux.priorlabs.ai, set TABPFN_TOKEN to your API key and run "
             f"again with a network; or put {path.name} into TabPFN's cache folder {get_cache_dir()} "
             "(TABPFN_MODEL_CACHE_DIR moves it); or use --host small."
         ) from error
-    _check_regressor(type(models[0]).__name__, models[0].config, str(path))
+    _check_regressor(type(models[0]).__name__, getattr(models[0], "config", None), str(path))
     return Host("v3", models[0], _with_cpu_limit(inference_config), criterion)
 
 
@@ -214,27 +228,39 @@ def _from_regressor(regressor: TabPFNRegressor) -> Host:
     if not hasattr(regressor, "models_"):
         # Loads the model without data, and without leaving a trace on the user's estimator.
         regressor = copy.copy(regressor)
-        regressor._initialize_model_variables()
+        try:
+            regressor._initialize_model_variables()
+        except Exception as error:
+            raise HostError(
+                f"the regressor's model could not be loaded: {_first_line(error)} {_HOW_TO_GET_V3}"
+            ) from error
     if len(regressor.models_) != 1:
         raise HostError(f"the regressor has {len(regressor.models_)} models; patch them one at a time")
     model = regressor.models_[0]
     _check_regressor(type(model).__name__, getattr(model, "config", None), "the regressor's model")
     criterion = getattr(regressor, "znorm_space_bardist_", None)
+    if criterion is not None and len(criterion.borders) != model.n_out + 1:
+        # A constant target leaves the regressor with a distribution of its own, which is not the host's.
+        criterion = None
     config = _with_cpu_limit(regressor.inference_config_)
     return Host(None, _unpatched_clone(model), config, copy.deepcopy(criterion))
 
 
 def _unpatched_clone(model: TabPFNV3) -> TabPFNV3:
-    clone = copy.deepcopy(model).to("cpu")
+    # In float32, which TabPFN starts from: an engine that ran in another precision has cast the model.
+    clone = copy.deepcopy(model).to("cpu", torch.float32)
     unpatch_model(clone)
     return clone
 
 
-def _check_regressor(architecture: str, config: Any, where: str) -> None:
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _check_regressor(architecture: Any, config: Any, where: str) -> None:
     """Refuse by name what is not a TabPFN v3 regressor."""
     if architecture not in ("tabpfn_v3", "TabPFNV3", "OTabPFNV3"):
-        names = {"base": "tabpfn_v2_5"}
-        known = names.get(architecture, architecture)
+        known = "tabpfn_v2_5" if architecture == "base" else str(architecture)
         kind = known if known in ARCHITECTURES else f"unknown architecture {known}"
         raise HostError(f"{where} is a {kind} model, not a TabPFN v3 regressor. {_HOW_TO_GET_V3}")
     classes = config.get("max_num_classes", -1) if isinstance(config, dict) else config.max_num_classes

@@ -137,6 +137,11 @@ def patch_model(model: nn.Module, variant: str, taus: Mapping[str, float]) -> li
     return sites
 
 
+def model_taus(model: nn.Module) -> dict[str, float]:
+    """tau of each site of a patched model, by norm name; empty for a host."""
+    return {name: module.tau for name, module in model.named_modules() if isinstance(module, CarrierNorm)}
+
+
 def unpatch_model(model: nn.Module) -> None:
     """Give every module of a patched model its host class back; a host is left as it is."""
     for module in model.modules():

@@ -61,6 +61,17 @@ def regressor():
 
 
 @pytest.fixture(scope="session")
+def predict(regressor, table):
+    """A function that fits and predicts the table with an estimator on given specs."""
+    X, y, X_test = table
+
+    def run(specs, **settings):
+        return regressor(specs, **settings).fit(X, y).predict(X_test)
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def gating_taus():
     """A function that sets each carrier's tau so that gating matters: presence of 0.5 to 0.99.
 

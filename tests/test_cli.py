@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
@@ -22,39 +23,25 @@ from oretrofit.calibration import carriers
 from oretrofit.experiments import datasets, evaluate, frontier
 from oretrofit.experiments.pretrain import save_host
 from oretrofit.retrofit import api
-from oretrofit.retrofit.hosts import random_host
+from oretrofit.retrofit.hosts import Host, random_host
 from oretrofit.retrofit.patcher import VARIANTS
-
-TINY = {
-    "embed_dim": 16,
-    "dist_embed_num_blocks": 1,
-    "dist_embed_num_heads": 2,
-    "dist_embed_num_inducing_points": 4,
-    "feat_agg_num_blocks": 2,
-    "feat_agg_num_heads": 2,
-    "feat_agg_num_cls_tokens": 2,
-    "nlayers": 2,
-    "icl_num_heads": 2,
-    "num_buckets": 50,
-    "softmax_scaling_mlp_hidden_dim": 8,
-}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One estimator instead of TabPFN's eight, and fewer held-out tables."""
-    for module in (evaluate, carriers, frontier):
+    for module in (evaluate, carriers):
         monkeypatch.setattr(module, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
     monkeypatch.setattr(cli, "_HELD_OUT", 2)
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def files(tmp_path_factory: pytest.TempPathFactory, tiny_host: Host) -> Path:
     """A folder with hosts, retrofits and tables, good and bad."""
     folder = tmp_path_factory.mktemp("files")
-    host = random_host(seed=1, **TINY)
-    save_host(host.model, folder / "tiny-v3.safetensors")
-    save_host(random_host(seed=2, **TINY).model, folder / "other-v3.safetensors")
+    save_host(tiny_host.model, folder / "tiny-v3.safetensors")
+    other = random_host(seed=2, **dataclasses.asdict(tiny_host.model.config))
+    save_host(other.model, folder / "other-v3.safetensors")
     (folder / "broken-v3.safetensors").write_text("no checkpoint")
     torch.save({"state_dict": {}, "config": {}, "architecture_name": "tabpfn_v2"}, folder / "v2.ckpt")
     api.patch(folder / "tiny-v3.safetensors", "oa", tau=1e-3).save(folder / "oa.json")

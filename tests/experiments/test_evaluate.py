@@ -19,20 +19,6 @@ from oretrofit.experiments.datasets import Case, DatasetError
 from oretrofit.retrofit.api import patch
 from oretrofit.retrofit.hosts import Host, random_host
 
-TINY = {
-    "embed_dim": 16,
-    "dist_embed_num_blocks": 1,
-    "dist_embed_num_heads": 2,
-    "dist_embed_num_inducing_points": 4,
-    "feat_agg_num_blocks": 2,
-    "feat_agg_num_heads": 2,
-    "feat_agg_num_cls_tokens": 2,
-    "nlayers": 2,
-    "icl_num_heads": 2,
-    "num_buckets": 50,
-    "softmax_scaling_mlp_hidden_dim": 8,
-}
-
 
 @pytest.fixture(autouse=True)
 def one_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,9 +27,9 @@ def one_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
 
 
-@pytest.fixture(scope="module")
-def host() -> Host:
-    return random_host(seed=1, **TINY)
+@pytest.fixture
+def host(tiny_host: Host) -> Host:
+    return tiny_host
 
 
 def csv_spec(folder: Path, rows: int = 36) -> str:
@@ -202,7 +188,9 @@ def test_other_settings_are_refused_by_name(host: Host, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"variants\.oa\.delta: 0\.001 there, 0\.01 here"):
         run.open_run(dataclasses.replace(plan, delta=0.01), folder)
     with pytest.raises(ValueError, match=r"host\.sha256"):
-        run.open_run(dataclasses.replace(plan, host=random_host(seed=2, **TINY)), folder)
+        run.open_run(
+            dataclasses.replace(plan, host=random_host(seed=2, **dataclasses.asdict(host.model.config))), folder
+        )
     csv_spec(tmp_path, rows=40)  # another table under the same name
     with pytest.raises(ValueError, match="files_sha256"):
         run.open_run(plan, folder)

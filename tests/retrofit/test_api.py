@@ -29,16 +29,6 @@ def retrofits(tiny_host):
     return {variant: patch(tiny_host, variant, tables=1, delta=0.2) for variant in VARIANTS}
 
 
-@pytest.fixture(scope="module")
-def predict(regressor, table):
-    X, y, X_test = table
-
-    def run(specs, **settings):
-        return regressor(specs, **settings).fit(X, y).predict(X_test)
-
-    return run
-
-
 @pytest.fixture
 def saved(retrofits, tmp_path):
     """The JSON file of the `oa` retrofit, and what is in it."""

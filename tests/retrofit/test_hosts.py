@@ -36,16 +36,6 @@ def write(content, path):
     return path
 
 
-@pytest.fixture(scope="module")
-def predict(regressor, table):
-    X, y, X_test = table
-
-    def run(specs, **settings):
-        return regressor(specs, **settings).fit(X, y).predict(X_test)
-
-    return run
-
-
 @pytest.fixture
 def cache_dir(tmp_path, monkeypatch):
     """TabPFN's cache folder, empty, with no way to download."""
