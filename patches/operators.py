@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .presence import gate, log_presence, presence
+from .presence import gate, gate_, log_presence, presence
 
 # CUDA's grid limit on batch x heads in one fused attention call (pytorch issue 142228).
 _CUDA_MAX_CALLS = 65_535
@@ -68,19 +68,19 @@ def oattention(
         bias = bias + additive
     if visible is not None:
         bias = torch.where(visible, bias, -torch.inf)
-    gate_B1S1 = presence_BS[:, None, :, None]
+    p_B1S = presence_BS[:, None, :]
     if eps_den > 0:
         # One more key of value 0 and score log(eps_den): a sink for the constant's share.
         k_BKJD, v_BKJD = F.pad(k_BKJD, (0, 0, 0, 1)), F.pad(v_BKJD, (0, 0, 0, 1))
         bias = F.pad(bias, (0, 1), value=math.log(eps_den))
     else:
         support = (bias > -torch.inf).any(dim=-1, keepdim=True)
-        gate_B1S1 = gate_B1S1 * support
+        p_B1S = p_B1S * support[..., 0]
         # The gate is 0 where there is no support; a softmax over nothing would make it 0 * NaN.
         bias = torch.where(support, bias, 0.0)
 
     out_BHSD = _fused_attention(q_BHSD, k_BKJD.to(q_BHSD.dtype), v_BKJD.to(q_BHSD.dtype), bias, scale)
-    return (out_BHSD * gate_B1S1).to(q_BHSD.dtype)
+    return gate_(p_B1S, out_BHSD)
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:

@@ -16,7 +16,11 @@ def squared_norm(h: Tensor) -> Tensor:
 
     Half precision is widened before squaring: in float16 the square overflows at `||h|| > 256`.
     """
-    return h.to(torch.promote_types(h.dtype, torch.float32)).square().sum(dim=-1)
+    dtype = torch.promote_types(h.dtype, torch.float32)
+    if torch.is_grad_enabled() and h.requires_grad:
+        return h.to(dtype).square().sum(dim=-1)
+    # One pass without a copy of h; with gradients, its second derivative at 0 would be wrong.
+    return torch.linalg.vector_norm(h, dim=-1, dtype=dtype).square()
 
 
 def presence(h: Tensor, tau: float) -> Tensor:
@@ -50,6 +54,13 @@ def gate(p: Tensor, y: Tensor) -> Tensor:
     Exactly 0 where p is 0.
     """
     return (p.unsqueeze(-1) * y).to(y.dtype)
+
+
+def gate_(p: Tensor, y: Tensor) -> Tensor:
+    """`gate(p, y)`, written over y where no gradient is recorded: y must be nobody else's."""
+    if y.requires_grad or y.dtype != p.dtype:
+        return gate(p, y)
+    return y.mul_(p.unsqueeze(-1))
 
 
 def _presence(n: Tensor, tau: float) -> Tensor:

@@ -23,7 +23,7 @@ from tabpfn.architectures import kv_cache, tabpfn_v3
 from torch import Tensor, nn
 
 from .operators import oattention
-from .presence import gate, log_presence, presence, presence_and_log
+from .presence import gate_, log_presence, presence, presence_and_log
 
 # ---- Norms: where tau lives ---------------------------------------------------------------------
 
@@ -55,13 +55,18 @@ class GatedNorm(CarrierNorm):
 
     def forward(self, h: Tensor) -> Tensor:
         """`p(h) * norm(h)`: (..., E) -> (..., E)."""
-        return gate(self.presence(h), super().forward(h))
+        return gate_(self.presence(h), super().forward(h))
 
 
 def _feed_forward(norm: nn.Module, mlp: nn.Module, h: Tensor) -> Tensor:
-    """The FFN branch: the host's, or OFFN on an ONorm where the norm is gated."""
-    branch = mlp(norm(h))
-    return gate(norm.presence(h), branch) if isinstance(norm, GatedNorm) else branch
+    """h and its FFN branch: the host's, or OFFN on an ONorm where the norm is gated."""
+    if not isinstance(norm, GatedNorm):
+        return h + mlp(norm(h))
+    p = norm.presence(h)
+    branch = mlp(gate_(p, CarrierNorm.forward(norm, h)))
+    if h.dtype == branch.dtype == p.dtype:
+        return torch.addcmul(h, p.unsqueeze(-1), branch)  # gate and residual in one pass
+    return h + gate_(p, branch)
 
 
 # ---- Attention ----------------------------------------------------------------------------------
@@ -188,7 +193,7 @@ class OCrossAttentionBlock(tabpfn_v3.CrossAttentionBlock):
             self.layernorm_q.presence(x_BQE),
             self.layernorm_kv.log_presence(context_BVE),
         )
-        return x_BQE + _feed_forward(self.layernorm2, self.mlp, x_BQE)
+        return _feed_forward(self.layernorm2, self.mlp, x_BQE)
 
 
 class OTransformerBlock(tabpfn_v3.TransformerBlock):
@@ -222,7 +227,7 @@ class OTransformerBlock(tabpfn_v3.TransformerBlock):
             lambda x: _feed_forward(self.layernorm_mlp, self.mlp, x),
             x_BRCE,
             save_peak_memory_factor=save_peak_memory_factor,
-            residual=True,
+            residual=False,
             batch_dims=3,
         )
 
@@ -232,7 +237,7 @@ class OTransformerBlock(tabpfn_v3.TransformerBlock):
         """CLS tokens attend to the whole row: (B, R, Q, E), (B, R, C, E) -> (B, R, Q, E)."""
         branch = self._attention_branch(query_BRQE.flatten(0, 1), context_BRCE.flatten(0, 1), rope)
         x_BRQE = query_BRQE + branch.view(query_BRQE.shape)
-        return x_BRQE + _feed_forward(self.layernorm_mlp, self.mlp, x_BRQE)
+        return _feed_forward(self.layernorm_mlp, self.mlp, x_BRQE)
 
 
 class OICLTransformerBlock(tabpfn_v3.ICLTransformerBlock):
@@ -278,7 +283,7 @@ class OICLTransformerBlock(tabpfn_v3.ICLTransformerBlock):
             lambda x: _feed_forward(self.layernorm_mlp, self.mlp, x),
             x_BRE,
             save_peak_memory_factor=save_peak_memory_factor,
-            residual=True,
+            residual=False,
             batch_dims=2,
         )
         return x_BRE, entry
