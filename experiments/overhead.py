@@ -30,8 +30,9 @@ def measure_overhead(
 ) -> pd.DataFrame:
     """Time forward passes of host and variants, alternating, on random data.
 
-    Each round runs host and every variant once, in an order that turns round by round; a ratio is
-    the median over rounds of variant / host within a round. One round before them is not counted.
+    Each round runs host and every variant once, in an order drawn anew (in a fixed one, each would
+    always meet the caches that the same other model left); a ratio is the median over rounds of
+    variant / host within a round. One round before them is not counted.
 
     Args:
         host: Any v3 regressor.
@@ -55,7 +56,7 @@ def measure_overhead(
     seconds: dict[str, list[float]] = {name: [] for name in models}
     names = list(models)
     for i in range(rounds + 1):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in rng.permutation(names):
             took = _forward_seconds(models[name], x_RBC, y_N)
             if i > 0:
                 seconds[name].append(took)

@@ -112,7 +112,9 @@ def load_host(host: HostLike = "small") -> Host:
     if isinstance(host, TabPFNRegressor):
         return _from_regressor(host)
     if not isinstance(host, (str, Path, nn.Module)):
-        raise HostError(f"a host is a name, a path, a TabPFNRegressor or a v3 model, not a {type(host).__name__}")
+        raise HostError(
+            f"a host is a name, a path, a TabPFNRegressor or a v3 regressor model, not a {type(host).__name__}"
+        )
     if isinstance(host, nn.Module):
         _check_regressor(type(host).__name__, getattr(host, "config", None), "the given model")
         return Host(None, _unpatched_clone(host), _with_cpu_limit(_default_inference_config()))

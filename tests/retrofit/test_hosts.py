@@ -327,7 +327,7 @@ def test_several_models_are_refused(tiny_host, regressor):
 
 
 def test_a_classifier_is_refused():
-    with pytest.raises(HostError, match="classifier"):
+    with pytest.raises(HostError, match="TabPFNClassifier"):
         load_host(TabPFNClassifier())
 
 
