@@ -24,7 +24,7 @@ from tabpfn.model_loading import save_fitted_tabpfn_model
 
 from ..calibration.carriers import calibration_tables, measure_carriers
 from ..calibration.tau import check_settings, choose_tau, presence_report
-from .hosts import Host, HostError, HostLike, load_host
+from .hosts import Host, HostError, HostLike, load_host, weights_sha256
 from .patcher import Site, carriers, check_variant, model_taus, patch_model
 
 DEFAULT_DELTA = 1e-3
@@ -96,18 +96,26 @@ class Retrofit:
         """Save a regressor fitted on this retrofit's specs, without weights, to a `.tabpfn_fit` file.
 
         TabPFN's own `save_fit_state` cannot write an estimator that was built from specs.
-        Raises `ValueError` if the regressor is not fitted or the suffix is another.
+        Raises `ValueError` if the regressor is not fitted or fitted on other specs, has a parameter
+        that is no JSON, or the suffix is another.
         """
         path = Path(path)
         if path.suffix != _FIT_SUFFIX:
             raise ValueError(f"the file must end in {_FIT_SUFFIX}, not {path.name!r}")
         if not hasattr(regressor, "executor_"):
-            raise ValueError("the regressor is not fitted; call fit first")
-        if model_taus(regressor.models_[0]) != {site.name: site.tau for site in self.sites}:
+            raise ValueError("the regressor is not fitted, or was fitted on a constant target, which needs no model")
+        fitted = regressor.models_[0]
+        # An engine may have cast the weights it was given: compare them in the precision it left.
+        weights = copy.deepcopy(self.host.model).to(next(fitted.parameters()).dtype)
+        same_taus = model_taus(fitted) == {site.name: site.tau for site in self.sites}
+        if not same_taus or weights_sha256(fitted) != weights_sha256(weights):
             raise ValueError("the regressor was not fitted on the specs of this retrofit")
         named = copy.copy(regressor)
         named.model_path = "oretrofit"  # specs are no JSON; `load_fit` puts this retrofit's in
-        save_fitted_tabpfn_model(named, path)
+        try:
+            save_fitted_tabpfn_model(named, path)
+        except TypeError as error:
+            raise ValueError(f"TabPFN's file format cannot hold a parameter of this regressor: {error}") from error
         with zipfile.ZipFile(path, "a") as archive:
             archive.writestr("oretrofit.json", json.dumps(self._identity()))
 
@@ -227,6 +235,7 @@ def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:
         found, variant = content["format"], content["variant"]
         name, sha256 = content["host"]["name"], str(content["host"]["sha256"])
         taus = {str(site): float(tau) for site, tau in content["tau"].items()}
+        calibration, statistics = dict(content["calibration"]), dict(content["statistics"])
         check_variant(variant)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {error!r}") from error
@@ -241,7 +250,7 @@ def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:
             f"not {loaded.name or 'the given host'} with {loaded.sha256[:12]}..."
         )
     try:
-        return _assemble(loaded, variant, taus, content.get("calibration", {}), content.get("statistics", {}))
+        return _assemble(loaded, variant, taus, calibration, statistics)
     except ValueError as error:
         raise RetrofitError(f"{path} does not fit its host: {error}") from error
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -240,6 +241,13 @@ def _from_regressor(regressor: TabPFNRegressor) -> Host:
         raise HostError(f"the regressor has {len(regressor.models_)} models; patch them one at a time")
     model = regressor.models_[0]
     _check_regressor(type(model).__name__, getattr(model, "config", None), "the regressor's model")
+    dtype = next(model.parameters()).dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        warnings.warn(
+            f"The regressor has run in {dtype} and rounded its weights; the host is made of the rounded ones. Patch a "
+            "fresh regressor, or the host by name or path, to start from the original weights.",
+            stacklevel=3,
+        )
     criterion = getattr(regressor, "znorm_space_bardist_", None)
     if criterion is not None and len(criterion.borders) != model.n_out + 1:
         # A constant target leaves the regressor with a distribution of its own, which is not the host's.

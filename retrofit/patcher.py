@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from tabpfn.architectures import tabpfn_v3
 from torch import nn
 
@@ -118,8 +119,8 @@ def patch_model(model: nn.Module, variant: str, taus: Mapping[str, float]) -> li
         wrong = f"none for {', '.join(sorted(missing))}" if missing else f"one too many: {', '.join(sorted(extra))}"
         raise PatchError(f"variant {variant!r} needs one tau for each of its carriers; there is {wrong}")
     for name, tau in taus.items():
-        if not 0 < tau < float("inf"):
-            raise ValueError(f"tau of {name} must be a positive number, not {tau!r}")
+        if not 0 < tau <= torch.finfo(torch.float32).max:
+            raise ValueError(f"tau of {name} must be a positive number within float32, not {tau!r}")
 
     unpatch_model(model)
     for module in model.modules():

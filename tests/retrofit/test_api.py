@@ -1,6 +1,7 @@
 """Saving and loading retrofits and the regressors fitted on them, and what the specs promise."""
 
 import copy
+import dataclasses
 import json
 import warnings
 import zipfile
@@ -288,3 +289,24 @@ def test_what_cannot_be_saved_as_a_fit(retrofits, regressor, table, tmp_path):
     with pytest.raises(ValueError, match=r"\.tabpfn_fit.*some\.zip"):
         retrofits["oa"].save_fit(regressor(specs).fit(*table[:2]), tmp_path / "some.zip")
     assert not any(tmp_path.iterdir())
+
+
+def test_save_fit_refuses_a_fit_of_other_weights_with_the_same_taus(tiny_host, regressor, table, tmp_path):
+    X, y, _ = table
+    other = random_host(seed=3, **dataclasses.asdict(tiny_host.model.config))
+    fitted = regressor(patch(other, "oa", tau=1e-3).specs).fit(X, y)
+    with pytest.raises(ValueError, match="not fitted on the specs"):
+        patch(tiny_host, "oa", tau=1e-3).save_fit(fitted, tmp_path / "x.tabpfn_fit")
+
+
+def test_a_tau_beyond_float32_is_refused_when_patching(tiny_host):
+    with pytest.raises(ValueError, match="within float32"):
+        patch(tiny_host, "oa", tau=1e300)
+
+
+def test_a_host_that_ran_in_half_precision_is_announced(tiny_host, regressor, table):
+    X, y, X_test = table
+    fitted = regressor(tiny_host.specs(), inference_precision=torch.float16).fit(X, y)
+    fitted.predict(X_test)
+    with pytest.warns(UserWarning, match="rounded its weights"):
+        patch(fitted, "oa", tau=1e-3)
