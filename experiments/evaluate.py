@@ -451,7 +451,7 @@ def _read_cases(file: Path) -> list[CaseResult]:
         # A run was killed while it wrote this line; left there, the next case would be glued to it.
         _write(file, "".join(lines[:-1]))
         lines.pop()
-    return [CaseResult(**json.loads(line)) for line in lines]
+    return [CaseResult(**json.loads(line)) for line in lines if line.strip()]
 
 
 def _write(file: Path, text: str) -> None:

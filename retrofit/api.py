@@ -34,6 +34,7 @@ CALIBRATION_SEED = 20_000
 
 _FORMAT = "oretrofit-1"
 _FIT_SUFFIX = ".tabpfn_fit"
+_FIT_MEMBERS = ("init_params.json", "fitted_attrs.joblib", "executor_state.joblib")
 
 
 class RetrofitError(ValueError):
@@ -129,7 +130,8 @@ class Retrofit:
             try:
                 with zipfile.ZipFile(path) as archive:
                     saved_by = json.loads(archive.read("oretrofit.json"))
-                    archive.extractall(folder)
+                    for member in _FIT_MEMBERS:
+                        archive.extract(member, folder)
             except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
                 raise RetrofitError(f"{path} was not saved by Retrofit.save_fit: {error}") from error
             if saved_by != self._identity():
