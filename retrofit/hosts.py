@@ -33,12 +33,9 @@ from .patcher import unpatch_model
 HOSTS_FOLDER = Path(__file__).parent / "hosts"
 SMALL_HOST = HOSTS_FOLDER / "oretrofit-small-v3-regressor.safetensors"
 
-# What `host` arguments take, besides a path: names the command line can show.
-HOST_NAMES = {
-    "small": "the bundled small host, trained by this project on synthetic tables",
-    "random-v3": "full size (58 M weights), seeded random weights: for tests and benchmarks",
-    "v3": "Prior Labs' default v3 regressor, through TabPFN's own loader and cache",
-}
+# What `host` arguments take, besides a path. `small` is bundled; `random-v3` is full size with seeded
+# random weights, for tests and benchmarks; `v3` is Prior Labs' default, through TabPFN's own loader.
+HOST_NAMES = ("small", "random-v3", "v3")
 
 HostLike: TypeAlias = str | Path | TabPFNRegressor | TabPFNV3
 
