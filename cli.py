@@ -71,7 +71,7 @@ def _plain_errors() -> Iterator[None]:
 @app.command(epilog="Example: [b]oretrofit patch --variant full-o --host small --out full-o.json[/b]")
 @_plain_errors()
 def patch(
-    variant: Annotated[str, typer.Option(help="[b]oa[/b] or [b]full-o[/b].")] = "full-o",
+    variant: Annotated[str, typer.Option(help="[b]oa[/b], [b]full-o[/b] or [b]closed[/b].")] = "full-o",
     host: Host = "small",
     delta: Delta = 1e-3,
     quantile: Quantile = 0.01,
@@ -87,7 +87,8 @@ def patch(
     import oretrofit
 
     from .experiments import report
-    from .experiments.evaluate import near_identity, resolve_device
+    from .experiments.evaluate import resolve_device
+    from .experiments.frontier import near_identity, synthetic_cases
     from .retrofit.hosts import load_host
 
     device, console = resolve_device(device), _console()
@@ -98,7 +99,8 @@ def patch(
         retrofit = oretrofit.patch(loaded, variant, **options, device=device, on_table=lambda: progress.advance(task))
         progress.remove_task(task)
         task = progress.add_task("Checking", total=2 * _HELD_OUT)
-        check = near_identity(retrofit, _HELD_OUT, seed + 10_000, device, on_table=lambda: progress.advance(task))
+        cases = synthetic_cases(_HELD_OUT, seed + 10_000)
+        check = near_identity(retrofit, cases, device, on_case=lambda: progress.advance(task))
 
     console.print(f"{variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.calibration)}")
     short = ", ".join(f"{short} = {name}" for name, short in report.SHORT_NAMES.items())
@@ -124,7 +126,7 @@ def patch(
 def evaluate(
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="[b]oa[/b], [b]full-o[/b]; repeatable. Default: both. identity always runs."),
+        typer.Option(help="[b]oa[/b], [b]full-o[/b], [b]closed[/b]; repeatable. Default: the first two."),
     ] = None,
     suite: Suite = "mini",
     seeds: Seeds = 3,
@@ -296,28 +298,86 @@ def bench_host(
     _print_frame(console, pd.concat([table, mean]), json_file, title=title)
 
 
-@app.command(epilog="Example: [b]oretrofit frontier --variant full-o --host small[/b]")
+@app.command(epilog="Example: [b]oretrofit frontier --variant full-o --plot frontier.png[/b]")
 @_plain_errors()
 def frontier(
-    variant: Annotated[str, typer.Option(help="[b]oa[/b] or [b]full-o[/b].")] = "full-o",
+    variant: Annotated[list[str] | None, typer.Option(help="As of patch; repeatable. Default: all.")] = None,
     host: Host = "small",
     tables: Annotated[int, typer.Option(help="Held-out synthetic tables.")] = 24,
+    suite: Annotated[str | None, typer.Option(help="Real tables instead, as of eval.")] = None,
+    seeds: Annotated[int, typer.Option(help="As of eval, with --suite.")] = 3,
     device: Device = "auto",
     json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the tables (PNG).")] = None,
 ) -> None:
-    """Show how predictions move away from the host's as delta grows."""
-    _check_positive(tables=tables)
-    _check_writable(json_file)
+    """Show what predictions lose and what the gate buys as delta, and tau with it, grows."""
+    _check_positive(tables=tables, seeds=seeds)
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
+    _check_writable(json_file, plot)
+    from .experiments import frontier as run
+    from .experiments.datasets import resolve_suite
     from .experiments.evaluate import resolve_device
-    from .experiments.frontier import sweep_delta
+    from .experiments.report import write_rows
+    from .retrofit.api import DEFAULT_TABLES
     from .retrofit.hosts import load_host
-    from .retrofit.patcher import check_variant
+    from .retrofit.patcher import VARIANTS, check_variant
 
-    check_variant(variant)
+    variants = list(dict.fromkeys(variant or VARIANTS))
+    for name in variants:
+        check_variant(name)
     device, console = resolve_device(device), _console()
-    with console.status("Sweeping delta"):
-        table = sweep_delta(load_host(host), variant, tables=tables, device=device, on_step=console.print)
-    _print_frame(console, table, json_file, title=f"{variant} on {tables} held-out synthetic tables, by delta")
+    loaded = load_host(host)
+    cases = run.synthetic_cases(tables) if suite is None else run.suite_cases(resolve_suite(suite), seeds)
+    with _progress(console) as progress:
+        calibrating = progress.add_task("Calibrating", total=DEFAULT_TABLES)
+        sweeping = progress.add_task("Sweeping delta", total=len(cases) * (1 + len(variants) * len(run.DELTAS)))
+        rows = run.sweep_delta(
+            loaded,
+            cases,
+            variants,
+            device=device,
+            on_table=lambda: progress.advance(calibrating),
+            on_case=lambda: progress.advance(sweeping),
+        )
+    place = f"{tables} held-out synthetic tables" if suite is None else f"{len(cases)} cases of {suite}"
+    for name, group in rows.groupby("variant", sort=False):
+        _print_table(console, *run.delta_cells(group), title=f"{name} on {place}, by delta")
+    console.print(run.notes())
+    if json_file is not None:
+        write_rows(rows, json_file)
+    if plot is not None:
+        run.plot_frontier(rows, plot)
+
+
+@app.command(epilog="Example: [b]oretrofit ablate --blocks 2 --plot ablation.png[/b]")
+@_plain_errors()
+def ablate(
+    blocks: Annotated[int, typer.Option(help="Transformer blocks.")] = 2,
+    seeds: Annotated[int, typer.Option(help="Random models, with the seeds 0 to N - 1.")] = 100,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the table (PNG).")] = None,
+) -> None:
+    """Show where an inserted zero token wakes up: with no O-operators, with OAttention alone, with all."""
+    _check_positive(blocks=blocks, seeds=seeds)
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
+    _check_writable(json_file, plot)
+    from .experiments import ablation
+    from .experiments.evaluate import resolve_device
+    from .experiments.report import write_rows
+
+    device, console = resolve_device(device), _console()
+    with console.status("Inserting zero tokens"):
+        table = ablation.ablate(blocks=blocks, seeds=seeds, device=device)
+    title = f"Zero tokens inserted, {seeds} seeds, float32, {device}: medians and largest"
+    _print_table(console, *ablation.cells(table), title=title, left=2)
+    console.print(ablation.notes(table))
+    if json_file is not None:
+        write_rows(table, json_file)
+    if plot is not None:
+        ablation.plot_ablation(table, plot)
 
 
 def _console() -> Console:

@@ -1,4 +1,4 @@
-"""Carrier statistics: `||h||^2` in front of each norm, as the host sees it in use."""
+"""Carrier statistics: `||h||^2` in front of each norm and at each door, as the host sees it in use."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tabpfn.base import ModelSpecs
 from torch import nn
 
 from ..patches.presence import squared_norm
+from ..patches.tabpfn_v3_closed import DOOR_CARRIERS
 from .prior import Table, draw_sizes, draw_table
 
 # Values kept of one carrier in one forward pass, evenly spaced: quantiles need no more.
@@ -56,7 +57,7 @@ def measure_carriers(
 
     Args:
         specs: The unpatched host; used by reference, its modules get hooks for the time of the call.
-        names: Norms of the model, by name; a norm's input is the carrier.
+        names: Norms of the model by name, whose input is the carrier, and doors (`DOOR_CARRIERS`).
         tables: What to fit and predict on, in float32, with the host's own preprocessing.
         device: Device for TabPFN.
         on_table: Called after each table, to show progress.
@@ -70,15 +71,21 @@ def measure_carriers(
     """
     values: dict[str, list[np.ndarray]] = {name: [] for name in names}
 
-    def record(name: str):
-        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            n = squared_norm(inputs[0].detach()).flatten()
+    def watch(name: str):
+        at, part, measure = DOOR_CARRIERS.get(name, (name, "input", squared_norm))
+
+        def hook(module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor | None = None) -> None:
+            carrier = [*args, *kwargs.values()][0] if part == "input" else output
+            n = measure(carrier.detach()).flatten()
             kept = torch.linspace(0, n.numel() - 1, min(n.numel(), _KEPT), device=n.device).long()
             values[name].append(n[kept].double().cpu().numpy())
 
-        return hook
+        module = specs.model.get_submodule(at)
+        if part == "input":
+            return module.register_forward_pre_hook(hook, with_kwargs=True)
+        return module.register_forward_hook(hook, with_kwargs=True)
 
-    handles = [specs.model.get_submodule(name).register_forward_pre_hook(record(name)) for name in names]
+    handles = [watch(name) for name in names]
     try:
         for table in tables:
             predict_table(specs, table, device)

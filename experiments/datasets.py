@@ -48,7 +48,10 @@ class Dataset:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One train/test split of a dataset, as decided by a seed."""
+    """One train/test split of a dataset, as decided by a seed.
+
+    `categorical` holds the indices of numeric columns that are codes; None leaves that to TabPFN.
+    """
 
     dataset: str
     seed: int
@@ -56,6 +59,7 @@ class Case:
     y_train: np.ndarray
     X_test: pd.DataFrame
     y_test: np.ndarray
+    categorical: list[int] | None = None
 
 
 def load_dataset(spec: str) -> Dataset:
@@ -80,14 +84,21 @@ def load_dataset(spec: str) -> Dataset:
 def resolve_suite(spec: str) -> list[str]:
     """Return the dataset specs of a suite, each once; `load_dataset` then reads the tables.
 
-    Parts joined by commas may also be suites. A CSV file with a comma in its path or target works
-    in `load_dataset` only. The OpenML client does not cache suites, so they need the network.
+    Parts joined by commas may also be suites. A comma between `csv:` and the next `#` is part of the
+    file's name; a target with a comma works in `load_dataset` only. The OpenML client does not
+    cache suites, so they need the network.
 
     Raises:
         DatasetError: If a part of the spec is unknown, or OpenML cannot be reached.
     """
+    parts: list[str] = []
+    for part in spec.split(","):
+        if parts and parts[-1].startswith("csv:") and "#" not in parts[-1]:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part.lstrip())
     specs: list[str] = []
-    for part in map(str.strip, spec.split(",")):
+    for part in map(str.rstrip, parts):
         kind, _, rest = part.partition(":")
         if part == "mini":
             specs.extend(sorted(BUNDLED_TARGETS))
@@ -229,7 +240,8 @@ def _checked_target(name: str, values: pd.Series) -> np.ndarray:
     bad = values.notna().to_numpy() & np.isnan(y)
     if bad.any():
         row = int(bad.argmax())
-        raise DatasetError(f"{place} is not numeric (row {row + 1}: {values.iloc[row]!r}); regression needs numbers")
+        value = values.tolist()[row]  # Python's own type: numpy's repr would show np.True_
+        raise DatasetError(f"{place} is not numeric (row {row + 1}: {value!r}); regression needs numbers")
     for fault, rows in (("missing", np.isnan(y)), ("infinite", np.isinf(y))):
         if rows.any():
             first = ", ".join(str(row + 1) for row in np.flatnonzero(rows)[:5])

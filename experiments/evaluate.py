@@ -28,7 +28,7 @@ from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
 from tabpfn.utils import infer_autocast_inference_mode
 
-from ..calibration.carriers import calibration_tables, predict_table, split_table
+from ..calibration.carriers import calibration_tables, split_table
 from ..calibration.tau import check_settings
 from ..retrofit.api import (
     CALIBRATION_SEED,
@@ -43,10 +43,10 @@ from ..retrofit.api import (
 from ..retrofit.hosts import Host
 from ..retrofit.patcher import VARIANTS
 from .datasets import Case, load_dataset, make_case
-from .frontier import compare_predictions
 
 IDENTITY = "identity"
 IDENTITY_DELTA = 1e-6
+DEFAULT_VARIANTS = ("oa", "full-o")  # the paper's
 DEFAULT_MAX_ROWS = 1000
 
 Precision = torch.dtype | Literal["auto", "autocast"]
@@ -66,7 +66,7 @@ class Plan:
         host: The host; loaded once, never modified.
         datasets: Dataset specs.
         seeds: Cases per dataset, with the seeds 0 to `seeds - 1`.
-        variants: `oa`, `full-o` or both, calibrated for this run; `identity` always runs.
+        variants: Any of `VARIANTS`, calibrated for this run; `identity` always runs.
         given: A retrofit made before, to be evaluated under its variant's name.
         delta: As of `oretrofit.patch`, for the variants that are calibrated here.
         quantile: The same.
@@ -83,7 +83,7 @@ class Plan:
     host: Host
     datasets: list[str]
     seeds: int = 3
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = DEFAULT_VARIANTS
     given: Retrofit | None = None
     delta: float = DEFAULT_DELTA
     quantile: float = DEFAULT_QUANTILE
@@ -303,24 +303,6 @@ def evaluate(
             if on_case is not None:
                 on_case(result)
     return results, failures
-
-
-def near_identity(
-    retrofit: Retrofit, tables: int, seed: int, device: str, on_table: Callable[[], None] | None = None
-) -> dict[str, float]:
-    """Compare a retrofit with its host, in float32, on synthetic tables of a seed not calibrated on.
-
-    `on_table` is called twice a table. Returns what `frontier.compare_predictions` does.
-    """
-    held_out = calibration_tables(tables, seed)
-    host: list[np.ndarray] = []
-    variant: list[np.ndarray] = []
-    for predicted, specs in ((host, retrofit.host_specs), (variant, retrofit.specs)):
-        for table in held_out:
-            predicted.append(predict_table(specs, table, device))
-            if on_table is not None:
-                on_table()
-    return compare_predictions(host, variant, held_out)
 
 
 def case_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:

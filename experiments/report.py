@@ -28,7 +28,7 @@ SHORT_NAMES = {
 }
 
 _RESAMPLES = 10_000
-_STYLES = {"identity": ("s", "#8c8c8c"), "oa": ("o", "#1f6fb4"), "full-o": ("^", "#c8501e")}
+STYLES = {"identity": ("s", "#8c8c8c"), "oa": ("o", "#1f6fb4"), "full-o": ("^", "#c8501e"), "closed": ("D", "#2b8a3e")}
 
 Cells = tuple[list[str], list[list[str]]]
 
@@ -52,7 +52,7 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "mean_rmse_delta_pct": float(delta.mean()),
             "median_rmse_delta_pct": float(np.median(delta)),
             "worst_rmse_delta_pct": float(delta.max()),
-            "ci95_pct": _bootstrap_ci(delta),
+            "ci95_pct": bootstrap_ci(delta),
             "wins": int((group["variant_rmse"] < group["host_rmse"]).sum()),
             "losses": int((group["variant_rmse"] > group["host_rmse"]).sum()),
             "mean_nll_delta": float((group["variant_nll"] - group["host_nll"]).mean()),
@@ -198,14 +198,13 @@ def plot_deltas(rows: pd.DataFrame, file: Path) -> None:
     groups = [*map(short_name, datasets), "mean,\n95 % CI"]
     figure = Figure(figsize=(max(5.2, 1.3 + 0.95 * len(groups)), 3.9), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    axes.set_ylabel("RMSE change against the host, %")
-    _set_scale(axes, rows)
+    set_change_scale(axes, rows)
     for position in range(0, len(datasets), 2):
         axes.axvspan(position - 0.5, position + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
     axes.axvline(len(datasets) - 0.5, color="black", linewidth=0.8)
     axes.axhline(0, color="black", linewidth=0.8)
     for i, variant in enumerate(variants):
-        marker, color = _STYLES.get(variant, ("D", "#555555"))
+        marker, color = STYLES.get(variant, ("D", "#555555"))
         lane = 0.84 * ((i + 0.5) / len(variants) - 0.5)
         cases = rows[rows["variant"] == variant]
         seeds = sorted(cases["seed"].unique())
@@ -214,7 +213,7 @@ def plot_deltas(rows: pd.DataFrame, file: Path) -> None:
         deltas = cases["rmse_delta_pct"].to_numpy()
         style: dict[str, Any] = {"marker": marker, "color": color, "linestyle": "none", "markeredgewidth": 0}
         axes.plot(x, deltas, markersize=5, alpha=0.8, label=variant, **style)
-        mean, (low, high) = deltas.mean(), _bootstrap_ci(deltas)
+        mean, (low, high) = deltas.mean(), bootstrap_ci(deltas)
         axes.vlines(len(datasets) + lane, low, high, color=color, linewidth=1.5)
         axes.plot(len(datasets) + lane, mean, markersize=7, **style)
 
@@ -229,12 +228,16 @@ def plot_deltas(rows: pd.DataFrame, file: Path) -> None:
     figure.savefig(file)
 
 
-def _set_scale(axes: Any, rows: pd.DataFrame) -> None:
-    """A symlog axis where the variants' changes differ by orders of magnitude, linear below most."""
+def set_change_scale(axes: Any, rows: pd.DataFrame) -> None:
+    """Give a figure's `axes` an axis of RMSE changes in percent, for the values in `rows["rmse_delta_pct"]`.
+
+    It is symlog where the variants' changes differ by orders of magnitude, linear below most.
+    """
     from matplotlib.ticker import FuncFormatter, NullFormatter, SymmetricalLogLocator
 
     sizes = rows.loc[rows["variant"] != "identity", "rmse_delta_pct"].abs()
     typical = sizes[sizes > 0].median()
+    axes.set_ylabel("RMSE change against the host, %")
     if sizes.max() > 20 * typical:
         threshold = 10.0 ** math.floor(math.log10(typical))
         axes.set_yscale("symlog", linthresh=threshold)
@@ -245,7 +248,8 @@ def _set_scale(axes: Any, rows: pd.DataFrame) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
 
 
-def _bootstrap_ci(values: np.ndarray) -> list[float]:
+def bootstrap_ci(values: np.ndarray) -> list[float]:
+    """`[low, high]`: the 95 % percentile bootstrap interval of the mean of (N,) values, always the same."""
     rng = np.random.default_rng(0)
     means = values[rng.integers(0, len(values), (_RESAMPLES, len(values)))].mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])

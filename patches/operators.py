@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .presence import gate, gate_, log_presence, presence
+from .presence import add_gated, gate, gate_, log_presence, presence
 
 # CUDA's grid limit on batch x heads in one fused attention call (pytorch issue 142228).
 _CUDA_MAX_CALLS = 65_535
@@ -53,6 +53,36 @@ def oattention(
     Exactly 0 for a receiver with p_i = 0 and for one that sees no source with p_j > 0. Raises
     `ValueError` if K does not divide H, or eps_den is negative or not finite.
     """
+    out_BHSD, gate_BHS = oattention_ungated(
+        q_BHSD,
+        k_BKJD,
+        v_BKJD,
+        presence_BS=presence_BS,
+        log_presence_BJ=log_presence_BJ,
+        visible=visible,
+        additive=additive,
+        eps_den=eps_den,
+        scale=scale,
+    )
+    return gate_(gate_BHS, out_BHSD)
+
+
+def oattention_ungated(
+    q_BHSD: Tensor,
+    k_BKJD: Tensor,
+    v_BKJD: Tensor,
+    *,
+    presence_BS: Tensor,
+    log_presence_BJ: Tensor,
+    visible: Tensor | None = None,
+    additive: Tensor | None = None,
+    eps_den: float = 0.0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`oattention` and the gate it has yet to be multiplied with: (B, H, S, D), (B, H or 1, S).
+
+    For callers that gate behind a linear output projection, together with the residual.
+    """
     heads, kv_heads = q_BHSD.shape[1], k_BKJD.shape[1]
     if heads % kv_heads:
         raise ValueError(f"{heads} query heads cannot share {kv_heads} key/value heads evenly")
@@ -80,7 +110,7 @@ def oattention(
         bias = torch.where(support, bias, 0.0)
 
     out_BHSD = _fused_attention(q_BHSD, k_BKJD.to(q_BHSD.dtype), v_BKJD.to(q_BHSD.dtype), bias, scale)
-    return gate_(p_B1S, out_BHSD)
+    return out_BHSD, p_B1S
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
@@ -109,7 +139,20 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 
 def oinject(h: Tensor, u: Tensor, tau: float) -> Tensor:
     """OInject: `h + p(h) * u`, outside information u added to a carrier h; both (..., E)."""
-    return h + gate(presence(h, tau), u)
+    return add_gated(h, presence(h, tau), u)
+
+
+def support_moments(x: Tensor, p: Tensor, dim: int, correction: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Support, mean and variance along `dim` with presence p as mass; that dim is kept, with size 1.
+
+    `support = sum p`, `mu = sum p x / support`, `var = sum p (x - mu)^2 / (support - correction)`;
+    without any mass, or no more than the correction, the sums are divided by 1.
+    """
+    support = p.sum(dim=dim, keepdim=True)
+    mean = (p * x).sum(dim=dim, keepdim=True) / torch.where(support > 0, support, 1.0)
+    freedom = support - correction
+    var = (p * (x - mean).square()).sum(dim=dim, keepdim=True) / torch.where(freedom > 0, freedom, 1.0)
+    return support, mean, var
 
 
 def ostandardize(x_SE: Tensor, presence_S: Tensor, eps: float = 1e-5) -> Tensor:
@@ -121,11 +164,8 @@ def ostandardize(x_SE: Tensor, presence_S: Tensor, eps: float = 1e-5) -> Tensor:
     """
     x = x_SE.to(torch.promote_types(x_SE.dtype, torch.float32))
     p = presence_S.unsqueeze(-1).to(x.dtype)
-    mass = p.sum(dim=-2, keepdim=True)
-    share = p / torch.where(mass > 0, mass, torch.ones_like(mass))
-    centered = x - (share * x).sum(dim=-2, keepdim=True)
-    var = (share * centered.square()).sum(dim=-2, keepdim=True)
-    return (p * centered / torch.sqrt(var + eps)).to(x_SE.dtype)
+    _, mean, var = support_moments(x, p, dim=-2)
+    return (p * (x - mean) / torch.sqrt(var + eps)).to(x_SE.dtype)
 
 
 class ONorm(nn.Module):

@@ -30,7 +30,7 @@ def presence(h: Tensor, tau: float) -> Tensor:
     fixed non-zero `h` as tau -> 0. tau has the unit of `||h||^2`. Differentiable everywhere.
     Raises `ValueError` unless tau is positive and finite.
     """
-    return _presence(squared_norm(h), tau)
+    return presence_at(squared_norm(h), tau)
 
 
 def log_presence(h: Tensor, tau: float) -> Tensor:
@@ -39,13 +39,22 @@ def log_presence(h: Tensor, tau: float) -> Tensor:
     -inf at `h = 0`, where the gradient is defined as 0. Accurate where p is close to 1, unlike
     `presence(h, tau).log()`. Raises `ValueError` unless tau is positive and finite.
     """
-    return _log_presence(squared_norm(h), tau)
+    return log_presence_at(squared_norm(h), tau)
 
 
-def presence_and_log(h: Tensor, tau: float) -> tuple[Tensor, Tensor]:
-    """`presence(h, tau)` and `log_presence(h, tau)`, for tokens that both receive and send."""
-    n = squared_norm(h)
-    return _presence(n, tau), _log_presence(n, tau)
+def presence_at(n: Tensor, tau: float) -> Tensor:
+    """`presence` of tokens whose `||h||^2` is n."""
+    return n / (_checked(tau, n.dtype) + n)
+
+
+def log_presence_at(n: Tensor, tau: float) -> Tensor:
+    """`log_presence` of tokens whose `||h||^2` is n."""
+    ratio = n / _checked(tau, n.dtype)
+    # Masked before the logarithm: masking only the result would leave NaN in the gradient at 0.
+    live = ratio > torch.finfo(n.dtype).tiny
+    safe = torch.where(live, ratio, torch.ones_like(n))
+    # -log1p(1 / ratio), in a form whose backward does not square 1 / n.
+    return torch.where(live, F.logsigmoid(safe.log()), -torch.inf)
 
 
 def gate(p: Tensor, y: Tensor) -> Tensor:
@@ -63,17 +72,11 @@ def gate_(p: Tensor, y: Tensor) -> Tensor:
     return y.mul_(p.unsqueeze(-1))
 
 
-def _presence(n: Tensor, tau: float) -> Tensor:
-    return n / (_checked(tau, n.dtype) + n)
-
-
-def _log_presence(n: Tensor, tau: float) -> Tensor:
-    ratio = n / _checked(tau, n.dtype)
-    # Masked before the logarithm: masking only the result would leave NaN in the gradient at 0.
-    live = ratio > torch.finfo(n.dtype).tiny
-    safe = torch.where(live, ratio, torch.ones_like(n))
-    # -log1p(1 / ratio), in a form whose backward does not square 1 / n.
-    return torch.where(live, F.logsigmoid(safe.log()), -torch.inf)
+def add_gated(h: Tensor, p: Tensor, u: Tensor) -> Tensor:
+    """`h + p * u` per token: h and u (..., E), p (...)."""
+    if h.dtype == p.dtype:
+        return torch.addcmul(h, p.unsqueeze(-1), u.to(h.dtype))  # in one pass, rounded once
+    return h + gate(p, u)
 
 
 def _checked(tau: float, dtype: torch.dtype) -> float:

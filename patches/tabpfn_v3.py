@@ -22,8 +22,8 @@ import torch
 from tabpfn.architectures import kv_cache, tabpfn_v3
 from torch import Tensor, nn
 
-from .operators import oattention
-from .presence import gate_, log_presence, presence, presence_and_log
+from .operators import oattention_ungated
+from .presence import add_gated, gate_, log_presence_at, presence_at, squared_norm
 
 # ---- Norms: where tau lives ---------------------------------------------------------------------
 
@@ -37,39 +37,72 @@ class CarrierNorm(tabpfn_v3._DtypeMatchingRMSNorm):
 
     tau: float
 
-    def presence(self, h: Tensor) -> Tensor:
-        """Presence of the carrier h: (..., E) -> (...)."""
-        return presence(h, self.tau)
+    def read(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """`norm(h)` and the presence of h: (..., E) -> (..., E), (...)."""
+        n = squared_norm(h)
+        return self._normed(h, n), presence_at(n, self.tau)
 
-    def log_presence(self, h: Tensor) -> Tensor:
-        """Log-presence of the carrier h: (..., E) -> (...)."""
-        return log_presence(h, self.tau)
+    def read_both(self, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`norm(h)`, presence and log-presence of h, which both receives and sends."""
+        n = squared_norm(h)
+        return self._normed(h, n), presence_at(n, self.tau), log_presence_at(n, self.tau)
 
-    def presence_and_log(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, from one pass over h."""
-        return presence_and_log(h, self.tau)
+    def read_source(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """`norm(h)` and the log-presence of h."""
+        n = squared_norm(h)
+        return self._normed(h, n), log_presence_at(n, self.tau)
+
+    def _normed(self, h: Tensor, n: Tensor, p: Tensor | None = None) -> Tensor:
+        """`norm(h)`, times p where given, for h of squared norm n."""
+        by_hand = h.device.type == "cpu" and not torch.is_grad_enabled()
+        if not by_hand or self.weight is None or not h.dtype == n.dtype == self.weight.dtype:
+            normed = tabpfn_v3._DtypeMatchingRMSNorm.forward(self, h)
+            return normed if p is None else gate_(p, normed)
+        # On a CPU torch's norm is several passes over h, the first of which is n once more.
+        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
+        scale = torch.rsqrt(n / h.shape[-1] + eps)
+        return h.mul((scale if p is None else scale * p).unsqueeze(-1)).mul_(self.weight)
 
 
 class GatedNorm(CarrierNorm):
     """ONorm: the host's norm times the presence of its input."""
 
+    def read(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """`p(h) * norm(h)` and p(h): (..., E) -> (..., E), (...)."""
+        n = squared_norm(h)
+        p = presence_at(n, self.tau)
+        return self._normed(h, n, p), p
+
     def forward(self, h: Tensor) -> Tensor:
         """`p(h) * norm(h)`: (..., E) -> (..., E)."""
-        return gate_(self.presence(h), super().forward(h))
+        return self.read(h)[0]
 
 
 def _feed_forward(norm: nn.Module, mlp: nn.Module, h: Tensor) -> Tensor:
     """h and its FFN branch: the host's, or OFFN on an ONorm where the norm is gated."""
     if not isinstance(norm, GatedNorm):
         return h + mlp(norm(h))
-    p = norm.presence(h)
-    branch = mlp(gate_(p, CarrierNorm.forward(norm, h)))
-    if h.dtype == branch.dtype == p.dtype:
-        return torch.addcmul(h, p.unsqueeze(-1), branch)  # gate and residual in one pass
-    return h + gate_(p, branch)
+    normed, p = norm.read(h)
+    return add_gated(h, p, mlp(normed))
 
 
 # ---- Attention ----------------------------------------------------------------------------------
+
+# The attentions return their branch and the gate it has yet to be multiplied with: the projection
+# behind attention has no bias, so the gate may follow it, in one pass with the residual.
+
+
+class OSoftmaxScalingMLP(tabpfn_v3.SoftmaxScalingMLP):
+    """The host's query scaling, by the support of each batch element in place of a count of keys.
+
+    Only in the variant that closes the count; `oa` and `full-o` keep the host's.
+    """
+
+    def forward(self, q_BSHD: Tensor, support_B: Tensor) -> Tensor:  # type: ignore[override]
+        """`q * base_mlp(log support) * (1 + tanh(query_mlp(q)))`: (B, S, H, D)."""
+        log_support_B1 = support_B.clamp(min=1).log().to(q_BSHD.dtype).unsqueeze(-1)
+        base_B1HD = self.base_mlp(log_support_B1).view(-1, 1, self.num_heads, self.head_dim)
+        return q_BSHD * (base_B1HD * (1 + torch.tanh(self.query_mlp(q_BSHD))))
 
 
 def _attend(
@@ -79,17 +112,20 @@ def _attend(
     presence_BS: Tensor,
     log_presence_BJ: Tensor,
     softmax_scaling_layer: nn.Module | None = None,
-) -> Tensor:
-    """OAttention in the host's layout and with its query scaling: (B, S, H, D)."""
-    if softmax_scaling_layer is not None:
+) -> tuple[Tensor, Tensor]:
+    """OAttention in the host's layout and with its query scaling: (B, S, H * D), and the gate (B, S)."""
+    if isinstance(softmax_scaling_layer, OSoftmaxScalingMLP):
+        q_BSHD = softmax_scaling_layer(q_BSHD, log_presence_BJ.exp().sum(dim=-1))
+    elif softmax_scaling_layer is not None:
         q_BSHD = softmax_scaling_layer(q_BSHD, k_BJHD.shape[1])
-    return oattention(
+    out_BHSD, gate_B1S = oattention_ungated(
         q_BSHD.transpose(1, 2),
         k_BJHD.transpose(1, 2),
         v_BJHD.transpose(1, 2),
         presence_BS=presence_BS,
         log_presence_BJ=log_presence_BJ,
-    ).transpose(1, 2)
+    )
+    return out_BHSD.transpose(1, 2).flatten(-2), gate_B1S[:, 0]
 
 
 class OAttention(tabpfn_v3.Attention):
@@ -102,15 +138,16 @@ class OAttention(tabpfn_v3.Attention):
         presence_BS: Tensor,
         log_presence_BJ: Tensor,
         rope: tabpfn_v3.RotaryEmbedding | None = None,
-    ) -> Tensor:
-        """Attend from the normed x to the normed context: (B, S, E)."""
+    ) -> tuple[Tensor, Tensor]:
+        """Attend from the normed x to the normed context: branch (B, S, E), gate (B, S)."""
         q = self.q_projection(x_BSE).unflatten(-1, (-1, self.head_dim))
         k = self.k_projection(context_BJE).unflatten(-1, (-1, self.head_dim))
         v = self.v_projection(context_BJE).unflatten(-1, (-1, self.head_dim))
         if rope is not None:
             q = rope.rotate_queries_or_keys(q.transpose(1, 2)).transpose(1, 2)
             k = rope.rotate_queries_or_keys(k.transpose(1, 2)).transpose(1, 2)
-        return self.out_projection(_attend(q, k, v, presence_BS, log_presence_BJ).flatten(-2))
+        out, gate_BS = _attend(q, k, v, presence_BS, log_presence_BJ)
+        return self.out_projection(out), gate_BS
 
 
 class OCrossAttention(tabpfn_v3.CrossAttention):
@@ -118,13 +155,13 @@ class OCrossAttention(tabpfn_v3.CrossAttention):
 
     def forward(  # type: ignore[override]
         self, x_BSE: Tensor, context_BJE: Tensor, presence_BS: Tensor, log_presence_BJ: Tensor
-    ) -> Tensor:
-        """Attend from the normed x to the normed context: (B, S, E)."""
+    ) -> tuple[Tensor, Tensor]:
+        """Attend from the normed x to the normed context: branch (B, S, E), gate (B, S)."""
         q = self.q_projection(x_BSE).unflatten(-1, (-1, self.head_dim))
         k = self.k_projection(context_BJE).unflatten(-1, (-1, self.head_dim))
         v = self.v_projection(context_BJE).unflatten(-1, (-1, self.head_dim))
-        out = _attend(q, k, v, presence_BS, log_presence_BJ, self.softmax_scaling_layer)
-        return self.out_projection(out.flatten(-2))
+        out, gate_BS = _attend(q, k, v, presence_BS, log_presence_BJ, self.softmax_scaling_layer)
+        return self.out_projection(out), gate_BS
 
 
 class OICLAttention(tabpfn_v3.ICLAttention):
@@ -138,10 +175,10 @@ class OICLAttention(tabpfn_v3.ICLAttention):
         *,
         cached_kv: kv_cache.KVCacheEntry | None = None,
         return_kv: bool = False,
-    ) -> tuple[Tensor, OKVCacheEntry | None]:
+    ) -> tuple[Tensor, Tensor, OKVCacheEntry | None]:
         """Attend from the normed rows x to the first N of them, or to the cached ones.
 
-        Returns (B, R, E) and the cache entry, `None` unless `return_kv`.
+        Returns the branch (B, R, E), its gate (B, R), and the cache entry, `None` unless `return_kv`.
         """
         N, scaling = log_presence_BN.shape[1], self.softmax_scaling_layer
         q = self.q_projection(x_BRE).unflatten(-1, (self.num_heads, self.head_dim))
@@ -159,15 +196,11 @@ class OICLAttention(tabpfn_v3.ICLAttention):
             k_test, v_test = k[:, :, : self.num_kv_heads_test], v[:, :, : self.num_kv_heads_test]
         split = cached_kv is None and self.num_kv_heads_test is not None and N < x_BRE.shape[1]
         if split:
-            out = torch.cat(
-                [
-                    _attend(q[:, :N], k, v, presence_BR[:, :N], log_presence_BN, scaling),
-                    _attend(q[:, N:], k_test, v_test, presence_BR[:, N:], log_presence_BN, scaling),
-                ],
-                dim=1,
-            )
+            train = _attend(q[:, :N], k, v, presence_BR[:, :N], log_presence_BN, scaling)
+            test = _attend(q[:, N:], k_test, v_test, presence_BR[:, N:], log_presence_BN, scaling)
+            out, gate_BR = (torch.cat(parts, dim=1) for parts in zip(train, test, strict=True))
         else:
-            out = _attend(q, k, v, presence_BR, log_presence_BN, scaling)
+            out, gate_BR = _attend(q, k, v, presence_BR, log_presence_BN, scaling)
 
         entry = None
         if return_kv:
@@ -176,7 +209,7 @@ class OICLAttention(tabpfn_v3.ICLAttention):
                 value=v_test.contiguous().detach(),
                 log_presence=log_presence_BN.detach(),
             )
-        return self.out_projection(out.flatten(-2)), entry
+        return self.out_projection(out), gate_BR, entry
 
 
 # ---- Blocks -------------------------------------------------------------------------------------
@@ -187,25 +220,22 @@ class OCrossAttentionBlock(tabpfn_v3.CrossAttentionBlock):
 
     def forward(self, x_BQE: Tensor, context_BVE: Tensor) -> Tensor:
         """(B, Q, E), (B, V, E) -> (B, Q, E)."""
-        x_BQE = x_BQE + self.attn(
-            self.layernorm_q(x_BQE),
-            self.layernorm_kv(context_BVE),
-            self.layernorm_q.presence(x_BQE),
-            self.layernorm_kv.log_presence(context_BVE),
-        )
-        return _feed_forward(self.layernorm2, self.mlp, x_BQE)
+        normed_BQE, presence_BQ = self.layernorm_q.read(x_BQE)
+        context_BVE, log_presence_BV = self.layernorm_kv.read_source(context_BVE)
+        branch_BQE, gate_BQ = self.attn(normed_BQE, context_BVE, presence_BQ, log_presence_BV)
+        return _feed_forward(self.layernorm2, self.mlp, add_gated(x_BQE, gate_BQ, branch_BQE))
 
 
 class OTransformerBlock(tabpfn_v3.TransformerBlock):
     """Block over the columns of each row; its last instance reads them into the CLS tokens."""
 
-    def _attention_branch(self, query_SQE: Tensor, context_SVE: Tensor, rope: tabpfn_v3.RotaryEmbedding | None):
-        norm = self.layernorm
-        presence_SQ, log_presence_SV = norm.presence_and_log(context_SVE)
-        normed = norm(context_SVE)
-        if query_SQE is context_SVE:
-            return self.attention(normed, normed, presence_SQ, log_presence_SV, rope)
-        return self.attention(norm(query_SQE), normed, norm.presence(query_SQE), log_presence_SV, rope)
+    def _attend(self, query_SQE: Tensor, context_SVE: Tensor, rope: tabpfn_v3.RotaryEmbedding | None) -> Tensor:
+        normed_SVE, presence_SQ, log_presence_SV = self.layernorm.read_both(context_SVE)
+        normed_SQE = normed_SVE
+        if query_SQE is not context_SVE:
+            normed_SQE, presence_SQ = self.layernorm.read(query_SQE)
+        branch_SQE, gate_SQ = self.attention(normed_SQE, normed_SVE, presence_SQ, log_presence_SV, rope)
+        return add_gated(query_SQE, gate_SQ, branch_SQE)
 
     def forward(
         self,
@@ -217,10 +247,10 @@ class OTransformerBlock(tabpfn_v3.TransformerBlock):
         # Presence is read inside the chunked functions: they see x flattened, chunked, and
         # possibly overwritten chunk by chunk.
         x_BRCE = tabpfn_v3.chunked_evaluate_maybe_inplace(
-            lambda x_SCE: self._attention_branch(x_SCE, x_SCE, rope),
+            lambda x_SCE: self._attend(x_SCE, x_SCE, rope),
             x_BRCE,
             save_peak_memory_factor=save_peak_memory_factor,
-            residual=True,
+            residual=False,
             batch_dims=2,
         )
         return tabpfn_v3.chunked_evaluate_maybe_inplace(
@@ -235,9 +265,8 @@ class OTransformerBlock(tabpfn_v3.TransformerBlock):
         self, query_BRQE: Tensor, context_BRCE: Tensor, rope: tabpfn_v3.RotaryEmbedding | None = None
     ) -> Tensor:
         """CLS tokens attend to the whole row: (B, R, Q, E), (B, R, C, E) -> (B, R, Q, E)."""
-        branch = self._attention_branch(query_BRQE.flatten(0, 1), context_BRCE.flatten(0, 1), rope)
-        x_BRQE = query_BRQE + branch.view(query_BRQE.shape)
-        return _feed_forward(self.layernorm_mlp, self.mlp, x_BRQE)
+        x_SQE = self._attend(query_BRQE.flatten(0, 1), context_BRCE.flatten(0, 1), rope)
+        return _feed_forward(self.layernorm_mlp, self.mlp, x_SQE).view(query_BRQE.shape)
 
 
 class OICLTransformerBlock(tabpfn_v3.ICLTransformerBlock):
@@ -257,26 +286,25 @@ class OICLTransformerBlock(tabpfn_v3.ICLTransformerBlock):
         def attend(
             x_BRE: Tensor, cached_kv: OKVCacheEntry | None = None, return_kv: bool = False
         ) -> tuple[Tensor, OKVCacheEntry | None]:
-            presence_BR, log_presence_BR = self.layernorm.presence_and_log(x_BRE)
+            normed_BRE, presence_BR, log_presence_BR = self.layernorm.read_both(x_BRE)
             log_presence_BN = log_presence_BR[:, :single_eval_pos] if cached_kv is None else cached_kv.log_presence
-            return self.icl_attention(
-                self.layernorm(x_BRE), presence_BR, log_presence_BN, cached_kv=cached_kv, return_kv=return_kv
+            branch_BRE, gate_BR, entry = self.icl_attention(
+                normed_BRE, presence_BR, log_presence_BN, cached_kv=cached_kv, return_kv=return_kv
             )
+            return add_gated(x_BRE, gate_BR, branch_BRE), entry
 
         entry = None
         if cached_kv is not None:
             dense = cached_kv.dequantize(x_BRE.dtype) if isinstance(cached_kv, OQuantizedKVCacheEntry) else cached_kv
-            out, _ = attend(x_BRE, cached_kv=dense)
-            x_BRE = x_BRE + out
+            x_BRE, _ = attend(x_BRE, cached_kv=dense)
         elif return_kv:
-            out, entry = attend(x_BRE, return_kv=True)
-            x_BRE = x_BRE + out
+            x_BRE, entry = attend(x_BRE, return_kv=True)
         else:
             x_BRE = tabpfn_v3.chunked_evaluate_maybe_inplace(
                 lambda x: attend(x)[0],
                 x_BRE,
                 save_peak_memory_factor=save_peak_memory_factor,
-                residual=True,
+                residual=False,
                 batch_dims=1,
             )
         x_BRE = tabpfn_v3.chunked_evaluate_maybe_inplace(

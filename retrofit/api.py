@@ -26,6 +26,7 @@ from ..calibration.carriers import calibration_tables, measure_carriers
 from ..calibration.tau import check_settings, choose_tau, presence_report
 from .hosts import Host, HostError, HostLike, load_host, weights_sha256
 from .patcher import Site, carriers, check_variant, model_taus, patch_model
+from .ragged import predict_groups, predict_ragged
 
 DEFAULT_DELTA = 1e-3
 DEFAULT_QUANTILE = 0.01
@@ -47,7 +48,7 @@ class Retrofit:
 
     Attributes:
         host: The host; its model is never touched.
-        variant: `oa` or `full-o`.
+        variant: `oa`, `full-o` or `closed`.
         model: The patched clone. Give estimators `specs`, not this.
         sites: Every patched carrier with its tau.
         calibration: The settings that tau was chosen with.
@@ -150,6 +151,9 @@ class Retrofit:
         regressor.to(device)
         return regressor
 
+    predict_ragged = predict_ragged
+    predict_groups = predict_groups
+
     def _identity(self) -> dict[str, Any]:
         taus = {site.name: site.tau for site in self.sites}
         return {"sha256": self.host.sha256, "variant": self.variant, "tau": taus}
@@ -176,7 +180,8 @@ def patch(
 
     Args:
         host: A host's name or path, a `TabPFNRegressor`, or a v3 model; see `load_host`.
-        variant: `oa` (OAttention everywhere) or `full-o` (and OFFN and ONorm).
+        variant: `oa` (OAttention everywhere), `full-o` (and OFFN and ONorm) or `closed` (and the
+            count of keys, the scaler and the doors: O-closed from input to readout).
         delta: 1 minus the presence at the quantile, in (0, 1).
         quantile: Which low quantile of the live carriers' `||h||^2`, in [0, 1].
         tau: One value for every site instead of calibrating, in the unit of `||h||^2`.
@@ -217,7 +222,7 @@ def measure(
     """`||h||^2` of every carrier of the host on synthetic tables; arguments as of `patch`."""
     if tables < 1:
         raise ValueError(f"calibration needs at least one table, got {tables}")
-    names = list(carriers(host.model, "full-o"))
+    names = list(carriers(host.model, "closed"))
     return measure_carriers(host.specs(), names, calibration_tables(tables, seed), device=device, on_table=on_table)
 
 

@@ -30,7 +30,7 @@ from oretrofit.retrofit.patcher import VARIANTS
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """One estimator instead of TabPFN's eight, and fewer held-out tables."""
-    for module in (evaluate, carriers):
+    for module in (evaluate, carriers, frontier):
         monkeypatch.setattr(module, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
     monkeypatch.setattr(cli, "_HELD_OUT", 2)
 
@@ -225,6 +225,11 @@ def test_eval_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("bench host --suite maxi", "unknown dataset"),
         ("frontier --variant o", "unknown variant"),
         ("frontier --tables 0", "--tables must be at least 1"),
+        ("frontier --suite maxi", "unknown dataset 'maxi'"),
+        ("frontier --suite csv:text.csv#y --host tiny-v3.safetensors", "is not numeric"),
+        ("frontier --seeds 0", "--seeds must be at least 1"),
+        ("frontier --plot curve.svg", "--plot writes a .png file, not 'curve.svg'"),
+        ("frontier --plot missing/curve.png", "missing/curve.png: No such file"),
         ("pretrain --steps 0", "--steps must be at least 1"),
         ("pretrain --out good.csv", "good.csv: File exists"),
     ],
@@ -286,17 +291,27 @@ def test_bench_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["dataset"] for row in json.loads((tmp_path / "t.json").read_text())] == ["concrete", "cars", "mean"]
 
 
-def test_frontier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sweep_delta(host, variant, *, tables, device, on_step):
-        assert (variant, tables) == ("oa", 3)
-        on_step("delta 0.001")
-        return pd.DataFrame([{"delta": 1e-3, "mean_rmse_delta_pct": 0.01, "worst_rmse_delta_pct": 0.02}])
-
-    monkeypatch.setattr(frontier, "sweep_delta", sweep_delta)
-    command = "frontier --host tiny-v3.safetensors --variant oa --tables 3"
-    result = oretrofit(command, "--json", str(tmp_path / "t.json"))
+@pytest.mark.parametrize(
+    ("options", "variants", "place"),
+    [
+        ("--variant oa --variant oa --tables 2", ["oa"], "2 held-out synthetic tables"),
+        ("--suite csv:good.csv#y --seeds 2", list(VARIANTS), "2 cases of csv:good.csv#y"),
+    ],
+)
+def test_frontier(
+    options: str, variants: list[str], place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontier, "DELTAS", (1e-6,))
+    monkeypatch.setattr(frontier, "sweep_delta", functools.partial(frontier.sweep_delta, deltas=(1e-6,)))
+    files = ("--json", str(tmp_path / "t.json"), "--plot", str(tmp_path / "t.png"))
+    result = oretrofit(f"frontier --host tiny-v3.safetensors --device cpu {options}", *files)
     assert result.exit_code == 0, result.output
-    assert json.loads((tmp_path / "t.json").read_text())[0]["delta"] == 1e-3
+    for variant in variants:
+        assert f"{variant} on {place}, by delta" in result.stdout
+    rows = json.loads((tmp_path / "t.json").read_text())
+    assert [row["variant"] for row in rows] == variants
+    assert all(abs(row["mean_rmse_delta_pct"]) < 0.01 for row in rows)
+    assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

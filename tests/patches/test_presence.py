@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck, gradgradcheck
 
 from oretrofit.patches import gate, log_presence, presence, squared_norm
-from oretrofit.patches.presence import presence_and_log
+from oretrofit.patches.presence import add_gated, log_presence_at, presence_at
 
 HALVES = [torch.float16, torch.bfloat16]
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (*HALVES, torch.float32, torch.float64)}
@@ -105,10 +105,25 @@ def test_float64_is_kept():
     assert presence(h, 1.0).dtype == log_presence(h, 1.0).dtype == torch.float64
 
 
-def test_both_at_once():
+def test_from_the_squared_norm():
     h = torch.randn(2, 4, 3) * torch.tensor([0.0, 1e-3, 1.0, 300.0])[:, None]
-    p, log_p = presence_and_log(h, 0.3)
-    assert torch.equal(p, presence(h, 0.3)) and torch.equal(log_p, log_presence(h, 0.3))
+    n = squared_norm(h)
+    assert torch.equal(presence_at(n, 0.3), presence(h, 0.3))
+    assert torch.equal(log_presence_at(n, 0.3), log_presence(h, 0.3))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.float64,) * 2])
+def test_gated_addition(dtypes):
+    """Rounded once into a wide h; in half precision h, after the branch was rounded as any branch is."""
+    h, u, p = torch.randn(7, 3).to(dtypes[0]), torch.randn(7, 3).to(dtypes[1]), torch.rand(7)
+    p[[0, 4]] = 0
+    p = p.to(torch.promote_types(dtypes[0], torch.float32))
+    exact = h.double() + p.double()[:, None] * u.double()
+    out = add_gated(h, p, u)
+    assert out.dtype == h.dtype
+    assert torch.equal(out[[0, 4]], h[[0, 4]])
+    bound = EPS[dtypes[0]] * (h.abs() + u.abs()).double()
+    assert ((out.double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("shape", [(5,), (0, 5), (2, 0, 5), (2, 3, 4, 5)])

@@ -1,0 +1,722 @@
+"""Predict many tables of any sizes: members of all tables padded into shared forward passes.
+
+Everything but the forward pass is TabPFN's own: each table is fitted by a `TabPFNRegressor` and decoded by
+its `predict`. In between, the ensemble members of many tables are padded with NULL rows and columns, which
+a closed retrofit does not see (docs/theory.md), and go through the model together.
+
+Shapes: B members in a batch, R rows of a member, N of them train and M test rows, C columns after
+preprocessing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import joblib
+import numpy as np
+import pandas as pd
+import sklearn
+import torch
+from tabpfn import TabPFNRegressor
+from tabpfn.base import _regression_distribution_from_specs
+from tabpfn.constants import DEFAULT_SAVE_PEAK_MEMORY_FACTOR
+from tabpfn.errors import is_oom_error
+from tabpfn.inference import _maybe_run_gpu_preprocessing, _PerDeviceModelCache, _prepare_model_inputs
+from tabpfn.inference_config import InferenceConfig
+from tabpfn.memory import should_save_peak_mem
+from tabpfn.utils import get_autocast_context, infer_random_state
+from torch import Tensor, nn
+
+from ..patches.tabpfn_v3_closed import Structure
+
+if TYPE_CHECKING:
+    from .api import Retrofit
+
+DEFAULT_PADDING = 0.25
+
+_OUTPUT_TYPES = ("mean", "median", "mode", "quantiles", "main", "full")
+_QUANTILES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+
+# Worker processes take seconds to start (they import torch), which fewer tables than this do not repay.
+_TABLES_FOR_PROCESSES = 200
+
+# Tables are planned, run and decoded in chunks whose logits stay below this many numbers (0.5 GB).
+_CHUNK_LOGITS = 2**27
+
+# By device: what starting one forward pass costs, in multiply-adds it could have done instead, and the cells
+# beyond which a larger batch gains nothing (CPU: it leaves the cache) or is in danger of the memory.
+_LAUNCH = {"cpu": 2e8, "cuda": 2e11}
+_MAX_CELLS = {"cpu": 2**14, "cuda": 2**20}
+
+
+@dataclass
+class RaggedReport:
+    """What a ragged prediction did.
+
+    Attributes:
+        tables: Tables answered, constant targets included.
+        members: Ensemble members that went through the model.
+        batches: Forward passes.
+        padding: The share of the forward passes' work that was padding, in [0, 1).
+        out_of_memory: Batches that did not fit the device and were halved.
+        errors: What was wrong with each table that was skipped, by its index or group.
+        seconds: Wall time waiting for `preprocessing`, in `forward` and in `decoding`.
+    """
+
+    tables: int = 0
+    members: int = 0
+    batches: int = 0
+    out_of_memory: int = 0
+    errors: dict[Hashable, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=lambda: {"preprocessing": 0.0, "forward": 0.0, "decoding": 0.0})
+    _own_work: float = field(default=0.0, repr=False)
+    _padded_work: float = field(default=0.0, repr=False)
+
+    @property
+    def padding(self) -> float:
+        """The share of the forward passes' work that was padding."""
+        return 1 - self._own_work / self._padded_work if self._padded_work else 0.0
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+
+# ---- Planning -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a forward pass costs on a device, in multiply-adds.
+
+    A linear layer does as many for a token as it has weights, so the weights of the stages that run once a
+    cell, and of those that run once a row, say what a row and a column cost. Attention itself is left out:
+    it matters from thousands of rows on, where a table fills the device alone.
+
+    Attributes:
+        cell: Of one cell.
+        row: Of one row beside its cells: the CLS tokens' part of the cells' stage, and the ICL stage.
+        launch: Of starting a forward pass.
+        max_cells: Rows times columns, over the members of a batch, that may go together.
+    """
+
+    cell: float
+    row: float
+    launch: float
+    max_cells: int
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device, max_cells: int | None = None) -> Costs:
+        """The costs of a v3 model on a device; on others than CPU and CUDA every member runs alone.
+
+        TabPFN itself runs members alone on MPS, whose attention kernels get batches of them wrong.
+        """
+        parts: Any = model
+        cell = _weights(parts.feature_distribution_embedder, parts.column_aggregator)
+        row = _weights(parts.icl_blocks, parts.output_projection) + cell * parts.config.feat_agg_num_cls_tokens
+        limit = _MAX_CELLS.get(device.type, 0)
+        return cls(cell, row, _LAUNCH.get(device.type, 0.0), max_cells if limit and max_cells is not None else limit)
+
+    def work(self, rows: Any, columns: Any) -> Any:
+        """Multiply-adds of a member with so many rows and columns; numbers or arrays."""
+        return rows * (columns * self.cell + self.row)
+
+
+def _weights(*modules: nn.Module) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_PADDING) -> list[list[int]]:
+    """Which members to pad into one batch.
+
+    Starts a batch with the member that has the most work left, and adds whichever leaves the least padding,
+    as long as the batch stays within `max_padding` and `costs.max_cells`, and as long as the member's part
+    (its own work and the padding that it brings) costs less than a forward pass of its own.
+
+    Args:
+        sizes: (members, 3): train rows, test rows, columns of each.
+        costs: What a forward pass costs.
+        max_padding: The largest share of a batch's work that may be padding, in [0, 1).
+
+    Returns:
+        Indices of members, each exactly once. A member too large for `max_cells` is a batch of its own.
+    """
+    work = costs.work(sizes[:, 0] + sizes[:, 1], sizes[:, 2])
+    left = np.argsort(-work, kind="stable")
+    batches = []
+    while len(left):
+        batch, left = [int(left[0])], left[1:]
+        top, own = sizes[batch[0]], work[batch[0]]
+        padded = own
+        while len(left):
+            tops = np.maximum(sizes[left], top)
+            members, rows = len(batch) + 1, tops[:, 0] + tops[:, 1]
+            padded_with = members * costs.work(rows, tops[:, 2])
+            share = 1 - (own + work[left]) / padded_with
+            fits = (share <= max_padding) & (members * rows * tops[:, 2] <= costs.max_cells)
+            fits &= padded_with - padded <= costs.launch + work[left]
+            if not fits.any():
+                break
+            best = int(np.argmin(np.where(fits, share, np.inf)))
+            batch.append(int(left[best]))
+            top, own, padded = tops[best], own + work[left[best]], padded_with[best]
+            left = np.delete(left, best)
+        batches.append(batch)
+    return batches
+
+
+# ---- One table: TabPFN's own fit, and its way to the model ---------------------------------------
+
+
+class _Engine:
+    """Takes the engine's place in a fitted regressor: first it notes what goes in, then gives what came out."""
+
+    def __init__(self, engine: Any) -> None:
+        self.members = engine.ensemble_members
+        self.X_tests: list[Any] = []
+        self.outputs: list[Tensor] = []
+
+    def iter_outputs(self, X: Any, **_: Any) -> Iterator[tuple[Tensor, Any]]:
+        if self.outputs:
+            yield from zip(self.outputs, (member.config for member in self.members), strict=True)
+        else:
+            self.X_tests = [member.transform_X_test(X) for member in self.members]
+
+    def use_torch_inference_mode(self, *, use_inference: bool) -> None:
+        """Inference is all there is."""
+
+    def to(self, *_: Any) -> None:
+        """There is no model to move."""
+
+
+def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -> TabPFNRegressor | Exception:
+    """A regressor fitted on one table, whose engine holds the preprocessed members; or what was wrong.
+
+    Runs in a worker process: on the CPU, and without the model, which `options` hold a stand-in of.
+    """
+    try:
+        regressor = TabPFNRegressor(**options).fit(X_train, y_train)
+        if regressor.is_constant_target_:
+            regressor.predict(X_test)  # only to see whether it can be
+            return regressor
+        regressor.executor_ = engine = _Engine(regressor.executor_)
+        with sklearn.config_context(transform_output="default"):
+            # The way of `predict` to the engine, without its decoding.
+            regressor.get_embeddings(X_test)
+    except Exception as error:
+        return error
+    del regressor.ensemble_preprocessor_
+    engine.members = [dataclasses.replace(member, cpu_preprocessor=None) for member in engine.members]
+    return regressor
+
+
+# ---- Many members: the forward passes ------------------------------------------------------------
+
+
+@dataclass
+class _Member:
+    """A member as it enters the model: x_RC train rows first, y_N, and where its output belongs."""
+
+    x_RC: Tensor
+    y_N: Tensor
+    table: int
+    position: int
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        return len(self.y_N), len(self.x_RC) - len(self.y_N), self.x_RC.shape[1]
+
+
+class _Passes:
+    """Runs batches of members through the model on one device, and halves those that do not fit."""
+
+    def __init__(self, model: nn.Module, template: TabPFNRegressor, byte_size: int, costs: Costs) -> None:
+        self.device = template.devices_[0]
+        cache = _PerDeviceModelCache(model)  # type: ignore[arg-type]
+        cache.to([self.device])
+        self.dtype = template.forced_inference_dtype_
+        if self.dtype is not None:
+            cache.set_dtype(self.dtype)
+        self.model = cache.get(self.device)
+        self.template, self.byte_size, self.costs = template, byte_size, costs
+        self.max_cells = sys.maxsize
+
+    def members_of(self, table: int, engine: _Engine) -> Iterator[_Member]:
+        """A table's members on the device, by the steps of TabPFN's own engines."""
+        for position, (member, X_test) in enumerate(zip(engine.members, engine.X_tests, strict=True)):
+            x_R1C, y_N = _prepare_model_inputs(self.device, self.dtype, member.X_train, X_test, member.y_train)
+            x_R1C, _ = _maybe_run_gpu_preprocessing(
+                x_R1C,
+                gpu_preprocessor=member.gpu_preprocessor,
+                num_train_rows=len(y_N),
+                feature_schema=member.feature_schema,
+            )
+            yield _Member(x_R1C.squeeze(1), y_N, table, position)
+
+    def run(self, members: list[_Member], report: RaggedReport) -> Iterator[tuple[_Member, Tensor | Exception]]:
+        """Each member with its logits (M, buckets), or with what the device said to it even alone."""
+        cells = _padded_cells(members)
+        if len(members) == 1 or cells <= self.max_cells:
+            try:
+                outputs = self._forward(members)
+            except RuntimeError as error:
+                if not is_oom_error(error):
+                    raise
+                failure = error.with_traceback(None)  # its frames hold the tensors that did not fit
+            else:
+                own = sum(self.costs.work(len(m.x_RC), m.x_RC.shape[1]) for m in members)
+                tops = np.max([m.size for m in members], axis=0)
+                report.batches += 1
+                report.members += len(members)
+                report._own_work += own
+                report._padded_work += len(members) * self.costs.work(tops[0] + tops[1], tops[2])
+                yield from zip(members, outputs, strict=True)
+                return
+            report.out_of_memory += 1
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            if len(members) == 1:
+                yield members[0], failure
+                return
+            self.max_cells = min(self.max_cells, cells // 2)
+        half = len(members) // 2
+        yield from self.run(members[:half], report)
+        yield from self.run(members[half:], report)
+
+    def _forward(self, members: list[_Member]) -> list[Tensor]:
+        x_RBC, y_NB, structure = _pad(members)
+        (n_train, batch), (n_rows, _, columns) = y_NB.shape, x_RBC.shape
+        save_memory = should_save_peak_mem(
+            self.template.memory_saving_mode,
+            X_train_shape=(batch * n_train, columns),
+            X_test_shape=(batch * (n_rows - n_train), columns),
+            devices=[self.device],
+            dtype_byte_size=self.byte_size,
+        )
+        performance = dataclasses.replace(
+            self.model.get_default_performance_options(),
+            enable_torch_compile=self.template.enable_torch_compile,
+            save_peak_memory_factor=DEFAULT_SAVE_PEAK_MEMORY_FACTOR if save_memory else None,
+        )
+        if self.dtype is not None:
+            x_RBC, y_NB = x_RBC.type(self.dtype), y_NB.type(self.dtype)
+        with get_autocast_context(self.device, enabled=self.template.use_autocast_), torch.inference_mode():
+            logits_MBL = self.model(  # type: ignore[call-overload]
+                x_RBC, y_NB, structure=structure, performance_options=performance, task_type="regression"
+            )
+        return [logits_MBL[: member.size[1], i] for i, member in enumerate(members)]
+
+
+def _padded_cells(members: list[_Member]) -> int:
+    n_train, n_test, columns = np.max([member.size for member in members], axis=0)
+    return int(len(members) * (n_train + n_test) * columns)
+
+
+def _pad(members: list[_Member]) -> tuple[Tensor, Tensor, Structure]:
+    """Members as one batch: x_RBC (train rows, then test rows), y_NB, and what of it exists."""
+    sizes = np.array([member.size for member in members])
+    n_train, n_test, columns = (int(top) for top in sizes.max(axis=0))
+    first = members[0].x_RC
+    x_BRC = first.new_zeros(len(members), n_train + n_test, columns)
+    y_BN = members[0].y_N.new_zeros(len(members), n_train)
+    rows_BR = torch.zeros(x_BRC.shape[:2], dtype=torch.bool, device=first.device)
+    columns_BC = torch.zeros(len(members), columns, dtype=torch.bool, device=first.device)
+    for i, (member, (n, m, c)) in enumerate(zip(members, sizes.tolist(), strict=True)):
+        x_BRC[i, :n, :c] = member.x_RC[:n]
+        x_BRC[i, n_train : n_train + m, :c] = member.x_RC[n:]
+        y_BN[i, :n] = member.y_N
+        rows_BR[i, :n] = rows_BR[i, n_train : n_train + m] = True
+        columns_BC[i, :c] = True
+    # None where nothing is padded, so that the model may take its ordinary way.
+    ragged_rows, ragged_columns = (sizes[:, :2] != sizes[0, :2]).any(), (sizes[:, 2] != sizes[0, 2]).any()
+    structure = Structure(rows_BR if ragged_rows else None, columns_BC if ragged_columns else None)
+    return x_BRC.transpose(0, 1).contiguous(), y_BN.T.contiguous(), structure
+
+
+# ---- Many tables ---------------------------------------------------------------------------------
+
+
+def predict_ragged(
+    retrofit: Retrofit,
+    X_trains: Sequence[Any],
+    y_trains: Sequence[Any],
+    X_tests: Sequence[Any],
+    *,
+    output_type: str = "mean",
+    quantiles: list[float] | None = None,
+    max_padding: float = DEFAULT_PADDING,
+    max_cells: int | None = None,
+    on_error: str = "raise",
+    n_jobs: int | None = None,
+    report: RaggedReport | None = None,
+    on_table: Callable[[], None] | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Predict many tables of any row and column counts, as `fit` and `predict` do one by one.
+
+    Each table is preprocessed and decoded by a `TabPFNRegressor` of its own: same ensemble members, same
+    seeds, its own target scaling and borders. Only the forward passes are shared: members of all tables
+    are padded with NULL rows and columns, which do not exist for a `closed` retrofit.
+
+    Args:
+        retrofit: Of the variant `closed`. As a method, the retrofit itself.
+        X_trains: One table each: arrays or DataFrames, with categories and missing cells.
+        y_trains: The targets of their rows.
+        X_tests: The rows to predict.
+        output_type: As of `TabPFNRegressor.predict`.
+        quantiles: As of `TabPFNRegressor.predict`.
+        max_padding: The largest share of a forward pass's work that may be padding, in [0, 1).
+        max_cells: Rows times columns that may go through the model together; by device, by default. What
+            does not fit into the device's memory is halved, down to single members, and nothing is lost.
+        on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
+        n_jobs: Processes that preprocess. By default one a core from 200 tables on: they take seconds to start.
+        report: Filled in with what was done.
+        on_table: Called after each table, to show progress.
+        options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
+            `inference_precision`, `categorical_features_indices` and so on. Of several devices the first is
+            used.
+
+    Returns:
+        For each table, in order, what `predict` returns for it.
+
+    Raises:
+        ValueError: Another variant than `closed`, no tables, lists of unequal length, an option out of
+            range, or a bad table; the message names its index.
+        TypeError: An option that `TabPFNRegressor` does not have.
+        NotImplementedError: `tuning_config` or majority downsampling, as `predict_batched` refuses them.
+    """
+    lists = [X_trains, y_trains, X_tests]
+    if any(isinstance(tables, (pd.DataFrame, pd.Series, str, dict)) for tables in lists):
+        raise ValueError("X_trains, y_trains and X_tests are lists with one entry a table")
+    lengths = [len(tables) for tables in lists]
+    if len(set(lengths)) > 1:
+        raise ValueError("X_trains, y_trains and X_tests must have equal length, got {}, {} and {}".format(*lengths))
+    return _predict(
+        retrofit,
+        list(zip(*lists, strict=True)),
+        list(range(lengths[0])),
+        "table",
+        output_type=output_type,
+        quantiles=quantiles,
+        max_padding=max_padding,
+        max_cells=max_cells,
+        on_error=on_error,
+        n_jobs=n_jobs,
+        report=RaggedReport() if report is None else report,
+        on_table=on_table,
+        options=options,
+    )
+
+
+def _predict(
+    retrofit: Retrofit,
+    tables: list[tuple[Any, Any, Any]],
+    names: Sequence[Hashable],
+    kind: str,
+    *,
+    output_type: str,
+    quantiles: list[float] | None,
+    max_padding: float,
+    max_cells: int | None,
+    on_error: str,
+    n_jobs: int | None,
+    report: RaggedReport,
+    on_table: Callable[[], None] | None,
+    options: dict[str, Any],
+) -> list[Any]:
+    """What `predict` returns for each (X_train, y_train, X_test); None for those that were skipped."""
+    if retrofit.variant != "closed":
+        raise ValueError(f"padding is inert only in the variant 'closed', not in {retrofit.variant!r}")
+    if not tables:
+        raise ValueError("nothing to predict: no tables")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    if not 0 <= max_padding < 1:
+        raise ValueError(f"max_padding is a share in [0, 1), got {max_padding}")
+    # Said now, not after the forward passes; as `predict` would.
+    if output_type not in _OUTPUT_TYPES:
+        raise ValueError(f"output_type is one of {', '.join(_OUTPUT_TYPES)}, not {output_type!r}")
+    if not all(isinstance(q, float) and 0 <= q <= 1 for q in quantiles or ()):
+        raise ValueError(f"quantiles are floats between 0 and 1, got {quantiles}")
+
+    specs = retrofit.specs
+    model = specs.model
+    weightless = dataclasses.replace(
+        specs, model=nn.Linear(1, 1), norm_criterion=_regression_distribution_from_specs(specs)
+    )
+    template, byte_size, worker_options = _settings(weightless, options)
+    passes = _Passes(model, template, byte_size, Costs.of(model, template.devices_[0], max_cells))
+
+    results: list[Any] = [None] * len(tables)
+    failed: set[int] = set()
+
+    def fail(index: int, error: Exception) -> None:
+        if on_error == "raise":
+            raise ValueError(f"{kind} {names[index]!r}: {error}") from error
+        failed.add(index)
+        report.errors[names[index]] = str(error)
+
+    def answer(chunk: dict[int, TabPFNRegressor]) -> None:
+        with report._timed("forward"):
+            members = [
+                m for i, r in chunk.items() if not r.is_constant_target_ for m in passes.members_of(i, r.executor_)
+            ]
+            outputs: dict[int, dict[int, Tensor]] = {index: {} for index in chunk}
+            for batch in plan_batches(np.array([m.size for m in members]).reshape(-1, 3), passes.costs, max_padding):
+                for member, output in passes.run([members[i] for i in batch], report):
+                    if isinstance(output, Tensor):
+                        outputs[member.table][member.position] = output
+                    elif member.table not in failed:
+                        fail(member.table, output)
+            if passes.device.type == "cuda":
+                torch.cuda.synchronize(passes.device)
+        with report._timed("decoding"):
+            for index, regressor in chunk.items():
+                if index in failed:
+                    continue
+                if not regressor.is_constant_target_:
+                    regressor.executor_.outputs = [outputs[index].pop(i) for i in range(len(outputs[index]))]
+                results[index] = regressor.predict(tables[index][2], output_type=output_type, quantiles=quantiles)
+                report.tables += 1
+                if on_table is not None:
+                    on_table()
+
+    chunk: dict[int, TabPFNRegressor] = {}
+    logits = 0
+    # By rows, so that the tables of a chunk pad well to each other. Seeds are drawn in the caller's order.
+    seeds = [infer_random_state(template.random_state)[0] for _ in tables]
+    order = sorted(range(len(tables)), key=lambda i: _rough_size(tables[i]))
+    prepared = _prepare_all(worker_options, tables, seeds, order, n_jobs)
+    for index in order:
+        with report._timed("preprocessing"):
+            regressor = next(prepared)
+        if isinstance(regressor, Exception):
+            fail(index, regressor)
+            if on_table is not None:
+                on_table()
+            continue
+        regressor.inference_precision = template.inference_precision
+        regressor.to(passes.device)
+        chunk[index] = regressor
+        if not regressor.is_constant_target_:
+            logits += len(regressor.executor_.X_tests) * len(regressor.executor_.X_tests[0]) * int(model.n_out)
+        if logits > _CHUNK_LOGITS:
+            answer(chunk)
+            chunk, logits = {}, 0
+    answer(chunk)
+    return results
+
+
+def _settings(weightless: Any, options: dict[str, Any]) -> tuple[TabPFNRegressor, int, dict[str, Any]]:
+    """A regressor that knows device and precision, its byte size, and what the workers build theirs with.
+
+    Raises:
+        TypeError: An option that `TabPFNRegressor` does not have.
+        ValueError: An option that has no meaning here.
+        NotImplementedError: What `predict_batched` refuses: it is fitted table by table.
+    """
+    for name, only in (("model_path", None), ("fit_mode", "fit_preprocessors"), ("differentiable_input", False)):
+        if name in options and options[name] != only:
+            raise ValueError(f"{name} cannot be set here" + ("" if only is None else f" to anything but {only!r}"))
+    if options.get("tuning_config") is not None:
+        raise NotImplementedError("no tuning_config: the temperature is fitted table by table; use fit and predict")
+    options = {**options, "model_path": weightless}
+    template = TabPFNRegressor(**options)
+    if template._uses_majority_downsample():
+        raise NotImplementedError(
+            "no SAMPLE_SUBSAMPLING_METHOD='majority_downsample': its correction is fitted table by table; use fit and "
+            "predict"
+        )
+    byte_size = template._initialize_model_variables()
+    # Workers run on the CPU, whatever the device and the precision of the forward passes.
+    worker_options = {**options, "device": "cpu", "inference_precision": torch.float32}
+    if template.devices_[0].type != "cpu":
+        no_limit, config = {"MAX_CPU_SAMPLES": sys.maxsize}, options.get("inference_config")
+        if isinstance(config, InferenceConfig):
+            worker_options["inference_config"] = dataclasses.replace(config, **no_limit)
+        else:
+            worker_options["inference_config"] = {**(config or {}), **no_limit}
+    return template, byte_size, worker_options
+
+
+def _prepare_all(
+    options: dict[str, Any],
+    tables: list[tuple[Any, Any, Any]],
+    seeds: list[int],
+    order: list[int],
+    n_jobs: int | None,
+) -> Iterator[TabPFNRegressor | Exception]:
+    """The tables' regressors in the given order, prepared ahead in processes of one thread each.
+
+    Processes, as most of it is Python.
+    """
+    if n_jobs is None:
+        n_jobs = joblib.cpu_count() if len(tables) >= _TABLES_FOR_PROCESSES else 1
+    with joblib.parallel_config("loky", n_jobs=n_jobs, inner_max_num_threads=1):
+        # max_nbytes: large tables would arrive as read-only memory maps.
+        yield from joblib.Parallel(return_as="generator", max_nbytes=None)(
+            joblib.delayed(_prepare)({**options, "random_state": seeds[i]}, *tables[i]) for i in order
+        )
+
+
+def _rough_size(table: tuple[Any, Any, Any]) -> tuple[int, ...]:
+    """(rows, columns) of a raw table; zeros for one that is none, which preprocessing will say."""
+    X_train, _, X_test = table
+    try:
+        return len(X_train) + len(X_test), np.shape(X_train)[1]
+    except (TypeError, ValueError, IndexError):
+        return 0, 0
+
+
+# ---- Groups of one long table ----------------------------------------------------------------------
+
+
+def predict_groups(
+    retrofit: Retrofit,
+    train: pd.DataFrame,
+    test: pd.DataFrame,
+    *,
+    target: str,
+    by: str,
+    output_type: str = "mean",
+    quantiles: list[float] | None = None,
+    min_rows: int = 2,
+    too_few: str = "error",
+    max_padding: float = DEFAULT_PADDING,
+    max_cells: int | None = None,
+    on_error: str = "raise",
+    n_jobs: int | None = None,
+    report: RaggedReport | None = None,
+    on_table: Callable[[], None] | None = None,
+    **options: Any,
+) -> pd.Series | pd.DataFrame:
+    """Predict every group of one long table from its own train rows, like so many tables of their own.
+
+    Args:
+        retrofit: Of the variant `closed`. As a method, the retrofit itself.
+        train: Group, target and features. Groups that have no rows in `test` play no part.
+        test: Group and the same features, in any order; a target column is left aside.
+        target: The column to predict.
+        by: The column that names the group (a store, a series, a patient). It is no feature.
+        output_type: `mean`, `median`, `mode` or `quantiles`.
+        quantiles: As of `TabPFNRegressor.predict`.
+        min_rows: How many train rows a group needs, 2 at least.
+        too_few: What becomes of the test rows of groups with fewer (or no) train rows: `error` names
+            these groups; `nan` leaves their predictions missing; `pooled` predicts them from the train
+            rows of all groups as one table.
+        max_padding: As of `predict_ragged`, like all that follow.
+        max_cells: As of `predict_ragged`.
+        on_error: `raise` on the first bad group, or `skip` it: its predictions are missing.
+        n_jobs: As of `predict_ragged`.
+        report: As of `predict_ragged`; its errors are keyed by group, `(pooled)` being the pooled one.
+        on_table: As of `predict_ragged`.
+        options: Of `TabPFNRegressor`; `categorical_features_indices` count the columns of `train`
+            without target and group.
+
+    Returns:
+        In the order and with the index of `test`, a Series called `target`, or for `quantiles` a DataFrame
+        with a column for each.
+
+    Raises:
+        ValueError: As of `predict_ragged`; a column that is missing from `train` or `test`, rows without
+            a group, a group column that is different in every row of `train`, or, with
+            `too_few="error"`, groups with too few train rows.
+    """
+    if output_type not in ("mean", "median", "mode", "quantiles"):
+        raise ValueError(f"output_type is mean, median, mode or quantiles for groups, not {output_type!r}")
+    if too_few not in ("error", "nan", "pooled"):
+        raise ValueError(f"too_few is 'error', 'nan' or 'pooled', not {too_few!r}")
+    if min_rows < 2:
+        raise ValueError(f"TabPFN needs two train rows at least, so min_rows cannot be {min_rows}")
+    features = _check_frames(train, test, target, by)
+    report = RaggedReport() if report is None else report
+
+    rows_of = train.groupby(by, sort=False, observed=True).indices
+    wanted = test.groupby(by, sort=False, observed=True).indices
+    few = [group for group in wanted if len(rows_of.get(group, ())) < min_rows]
+    if few and too_few == "error":
+        counts = ", ".join(f"{group!r} ({len(rows_of.get(group, ()))})" for group in few[:10])
+        raise ValueError(
+            f"{len(few)} of {len(wanted)} groups in test have fewer than {min_rows} train rows: {counts}"
+            f"{', ...' if len(few) > 10 else ''}. Say too_few='nan' to leave their predictions missing, or "
+            "too_few='pooled' to predict them from the train rows of all groups"
+        )
+    # What each table is called, which train rows it has (None: all), and which test rows.
+    plan: list[tuple[Hashable, np.ndarray | None, np.ndarray]] = [
+        (group, rows_of[group], at) for group, at in wanted.items() if group not in set(few)
+    ]
+    if few and too_few == "pooled":
+        plan.append(("(pooled)", None, np.sort(np.concatenate([wanted[group] for group in few]))))
+
+    X_train, y_train, X_test = train[features], train[target], test[features]
+    tables = [
+        (X_train, y_train, X_test.iloc[at])
+        if rows is None
+        else (X_train.iloc[rows], y_train.iloc[rows], X_test.iloc[at])
+        for _, rows, at in plan
+    ]
+    answers = (
+        _predict(
+            retrofit,
+            tables,
+            [name for name, _, _ in plan],
+            "group",
+            output_type=output_type,
+            quantiles=quantiles,
+            max_padding=max_padding,
+            max_cells=max_cells,
+            on_error=on_error,
+            n_jobs=n_jobs,
+            report=report,
+            on_table=on_table,
+            options=options,
+        )
+        if tables
+        else []
+    )
+    levels = (_QUANTILES if quantiles is None else quantiles) if output_type == "quantiles" else [target]
+    values = np.full((len(test), len(levels)), np.nan)
+    for (_, _, at), answer in zip(plan, answers, strict=True):
+        if answer is not None:
+            values[at] = np.asarray(answer).reshape(len(levels), -1).T
+    if output_type == "quantiles":
+        return pd.DataFrame(values, index=test.index, columns=levels)
+    return pd.Series(values[:, 0], index=test.index, name=target)
+
+
+def _check_frames(train: pd.DataFrame, test: pd.DataFrame, target: str, by: str) -> list[Hashable]:
+    """The features: what train has beside target and group. Raises `ValueError` on what cannot be grouped."""
+    for name, frame in (("train", train), ("test", test)):
+        if not isinstance(frame, pd.DataFrame):
+            raise ValueError(f"{name} is a DataFrame, not a {type(frame).__name__}")
+        if frame.empty:
+            raise ValueError(f"{name} has no rows")
+        if frame.columns.has_duplicates:
+            raise ValueError(f"{name} has several columns called {frame.columns[frame.columns.duplicated()][0]!r}")
+        if by not in frame.columns:
+            raise ValueError(f"{name} has no group column {by!r}")
+        if frame[by].isna().any():
+            raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}")
+    if target not in train.columns:
+        raise ValueError(f"train has no target column {target!r}")
+    if target == by:
+        raise ValueError(f"{target!r} cannot be both target and group")
+    if len(train) > 1 and train[by].is_unique:
+        raise ValueError(f"every row of train is a group of its own: {by!r} names rows, not groups")
+    features = [column for column in train.columns if column not in (target, by)]
+    others = set(test.columns) - {target, by}
+    if missing := [column for column in features if column not in others]:
+        raise ValueError(f"test lacks columns that train has: {missing}")
+    if extra := sorted(others - set(features), key=str):
+        raise ValueError(f"test has columns that train lacks: {extra}")
+    return features
