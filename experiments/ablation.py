@@ -66,8 +66,8 @@ def random_case(blocks: int, seed: int) -> tuple[OTransformer, Tensor, Tensor]:
     """An OTransformer with random weights, `TOKENS` random tokens, and places for `NULLS` zero tokens.
 
     Linear weights are N(0, 1 / fan_in), LayerNorm weights N(1, 1), all biases N(0, 0.5^2), the tokens'
-    entries N(0, 1). Chosen so that the old tokens of OA-only shift by more than 1, as the paper's do;
-    with torch's own initialisation it is half of that.
+    entries N(0, 1). Chosen so that the old tokens of OA-only shift by more than 1, which is the order
+    of the paper's figure; with torch's own initialisation it is 0.5.
 
     Returns:
         The model and the tokens (S, E), in float32 on the CPU; where the zeros go in (T,), bool.

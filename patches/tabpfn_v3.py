@@ -98,9 +98,13 @@ class OSoftmaxScalingMLP(tabpfn_v3.SoftmaxScalingMLP):
     Only in the variant that closes the count; `oa` and `full-o` keep the host's.
     """
 
-    def forward(self, q_BSHD: Tensor, support_B: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, q_BSHD: Tensor, log_presence_BJ: Tensor) -> Tensor:  # type: ignore[override]
         """`q * base_mlp(log support) * (1 + tanh(query_mlp(q)))`: (B, S, H, D)."""
-        log_support_B1 = support_B.clamp(min=1).log().to(q_BSHD.dtype).unsqueeze(-1)
+        # In float64 a sum does not depend on the order of its terms or on zeros among them; an error
+        # in the scale is multiplied by every score.
+        wide = log_presence_BJ.dtype if log_presence_BJ.device.type == "mps" else torch.float64
+        support_B1 = log_presence_BJ.to(wide).exp().sum(dim=-1, keepdim=True)
+        log_support_B1 = support_B1.clamp(min=1).log().to(q_BSHD.dtype)
         base_B1HD = self.base_mlp(log_support_B1).view(-1, 1, self.num_heads, self.head_dim)
         return q_BSHD * (base_B1HD * (1 + torch.tanh(self.query_mlp(q_BSHD))))
 
@@ -115,7 +119,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """OAttention in the host's layout and with its query scaling: (B, S, H * D), and the gate (B, S)."""
     if isinstance(softmax_scaling_layer, OSoftmaxScalingMLP):
-        q_BSHD = softmax_scaling_layer(q_BSHD, log_presence_BJ.exp().sum(dim=-1))
+        q_BSHD = softmax_scaling_layer(q_BSHD, log_presence_BJ)
     elif softmax_scaling_layer is not None:
         q_BSHD = softmax_scaling_layer(q_BSHD, k_BJHD.shape[1])
     out_BHSD, gate_B1S = oattention_ungated(

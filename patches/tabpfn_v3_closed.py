@@ -112,6 +112,25 @@ def row_squared_norm(x_BRCE: Tensor) -> Tensor:
 # ---- The model ----------------------------------------------------------------------------------
 
 
+def with_structure(x_RBC: Tensor, y_NB: Tensor | None, structure: Structure) -> tuple[Tensor, Tensor | None]:
+    """x with its structure beside it, (R, B, 2 C), live columns first; y with NaN on NULL train rows.
+
+    Side by side, x and its structure get through the host's slicing of rows to the door.
+    """
+    exists_RBC = torch.ones_like(x_RBC)
+    if structure.columns_BC is not None:
+        # Columns are grouped and rotated by their position.
+        order_BC = torch.argsort(structure.columns_BC.logical_not(), dim=-1, stable=True)
+        x_RBC = x_RBC.gather(2, order_BC.expand_as(x_RBC))
+        exists_RBC = exists_RBC * structure.columns_BC.gather(1, order_BC)
+    if structure.rows_BR is not None:
+        rows_RB = structure.rows_BR.T
+        exists_RBC = exists_RBC * rows_RB.unsqueeze(-1)
+        if y_NB is not None:
+            y_NB = torch.where(rows_RB[: len(y_NB)], y_NB.reshape(len(y_NB), -1), torch.nan)
+    return torch.cat([x_RBC, exists_RBC], dim=-1), y_NB
+
+
 class ClosedTabPFNV3(OTabPFNV3):
     """TabPFN v3, O-closed from its input to its readout."""
 
@@ -127,20 +146,13 @@ class ClosedTabPFNV3(OTabPFNV3):
             kwargs: As of the host.
         """
         x, y = (part["main"] if isinstance(part, dict) else part for part in (x, y))
-        exists_RBC = torch.ones_like(x)
-        if structure is not None:
-            rows_BR, columns_BC = structure.rows_BR, structure.columns_BC
-            if columns_BC is not None:
-                # Columns are grouped and rotated by their position: the live ones come first.
-                order_BC = torch.argsort(columns_BC.logical_not(), dim=-1, stable=True)
-                x = x.gather(2, order_BC.expand_as(x))
-                exists_RBC = exists_RBC * columns_BC.gather(1, order_BC)
-            if rows_BR is not None:
-                exists_RBC = exists_RBC * rows_BR.T.unsqueeze(-1)
-                if y is not None and not kwargs.get("x_is_test_only"):
-                    y = torch.where(rows_BR.T[: len(y)], y.reshape(len(y), -1), torch.nan)
-        # Side by side, x and its structure get through the host's slicing of rows to the door.
-        return super().forward(torch.cat([x, exists_RBC], dim=-1), y, *args, **kwargs)
+        if structure is None:
+            x = torch.cat([x, torch.ones_like(x)], dim=-1)
+        elif kwargs.get("x_is_test_only"):
+            x, _ = with_structure(x, None, structure)
+        else:
+            x, y = with_structure(x, y, structure)
+        return super().forward(x, y, *args, **kwargs)
 
     def _preprocess_and_group(
         self, rows_RiBC: Tensor, y: Tensor, num_train: int, scaler_cache: dict[str, Tensor] | None
@@ -190,8 +202,9 @@ class ClosedTabPFNV3(OTabPFNV3):
         known = (p * finite)[:num_train]
         _, mean, _ = support_moments(x.where(finite, 0)[:num_train], known, dim=0)
         fit = slice(num_train or None)
-        support, mean, var = support_moments(x.where(finite, mean)[fit], p[fit], dim=0, correction=1)
-        std = torch.where(support > 1, var.sqrt(), 0.0).to(x_RBC.dtype)
+        _, mean, var = support_moments(x.where(finite, mean)[fit], p[fit], dim=0, correction=1)
+        # Masked before the root, whose gradient at 0 is infinite; one row alone has no variance.
+        std = torch.where(var > 0, var, 1.0).sqrt().to(x_RBC.dtype)
         return {"mean": mean[0].to(x_RBC.dtype), "std": torch.where(std == 0, 1.0, std)[0]}
 
     @staticmethod
@@ -205,7 +218,8 @@ class ClosedTabPFNV3(OTabPFNV3):
         num_train = y.shape[0]
         if num_train > 0 and (kv_cache is None or kv_cache.is_empty()):
             y_BN1 = self._prepare_y(y, num_train, x_RiBC.shape[1]).unsqueeze(-1)
-            train_BNE = x_BRIE[:, :num_train].flatten(-2)
+            # A copy: the gradient of presence needs it as it was.
+            train_BNE = x_BRIE[:, :num_train].flatten(-2).clone()
             x_BRIE[:, :num_train] = self.icl_y_encoder.inject(train_BNE, y_BN1).unflatten(-1, x_BRIE.shape[-2:])
         return x_BRIE, hidden, scaler_cache
 

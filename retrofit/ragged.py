@@ -651,9 +651,10 @@ def predict_groups(
             f"{', ...' if len(few) > 10 else ''}. Say too_few='nan' to leave their predictions missing, or "
             "too_few='pooled' to predict them from the train rows of all groups"
         )
+    set_aside = set(few)
     # What each table is called, which train rows it has (None: all), and which test rows.
     plan: list[tuple[Hashable, np.ndarray | None, np.ndarray]] = [
-        (group, rows_of[group], at) for group, at in wanted.items() if group not in set(few)
+        (group, rows_of[group], at) for group, at in wanted.items() if group not in set_aside
     ]
     if few and too_few == "pooled":
         plan.append(("(pooled)", None, np.sort(np.concatenate([wanted[group] for group in few]))))

@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from tabpfn import TabPFNRegressor
 
@@ -209,16 +211,12 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             [tuple(segment[:, 1]) for segment in bar.get_segments()]
             for axes in (change, half)
             for bar in axes.collections
-            if tuple(bar.get_color()[0]) == pytest.approx(_rgba(color))
+            if isinstance(bar, LineCollection) and np.allclose(bar.get_color(), to_rgba(color))
         ]
         assert np.allclose(bars[0], group[["ci95_low_pct", "ci95_high_pct"]])
         assert np.allclose(bars[1], 100 * group[["half_presence_norm_min", "half_presence_norm_max"]])
     labels = [text.get_text() for text in drawn[0].legends[0].get_texts()]
     assert labels[:3] == ["oa", "full-o", "another"]
-
-
-def _rgba(color: str) -> tuple[float, ...]:
-    return (*(int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)), 1.0)
 
 
 def test_plot_of_changes_of_exactly_zero(tmp_path: Path) -> None:

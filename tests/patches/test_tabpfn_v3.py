@@ -1,4 +1,4 @@
-"""The patched blocks and model against the formulas in float64, written out here over the host's weights."""
+"""The patched blocks and model against the formulas in float64 (`formulas.py`)."""
 
 import copy
 import dataclasses
@@ -10,130 +10,12 @@ import torch
 from oretrofit.patches import tabpfn_v3 as o
 from oretrofit.retrofit.patcher import carriers, patch_model
 
+from .formulas import at, column_block, cross_block, model_forward, p_of, row_block
+
 VARIANTS = ["oa", "full-o"]
 KV_HEADS = [(None, None), (2, None), (None, 1), (2, 1)]
 ZEROS = [1, 3]  # tokens that are exactly zero, as receivers and as sources
 N = 6  # train rows
-
-
-# ---- The formulas --------------------------------------------------------------------------------
-
-
-def p_of(h, tau):
-    n = h.square().sum(-1)
-    return n / (tau + n)
-
-
-def rms_norm(norm, h):
-    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + torch.finfo(h.dtype).eps) * norm.weight
-
-
-def heads(linear, x, width):
-    return (x @ linear.weight.T).unflatten(-1, (-1, width))
-
-
-def attend(q, k, v, p, p_source):
-    """`p_i sum_j p_j exp(s_ij) v_j / sum_j p_j exp(s_ij)`; q (B, S, H, D), k and v (B, J, K, D)."""
-    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
-    scores = torch.einsum("bshd,bjhd->bhsj", q, k) / math.sqrt(q.shape[-1])
-    weights = p_source[:, None, None, :] * torch.exp(scores - scores.amax(-1, keepdim=True))
-    total = weights.sum(-1, keepdim=True)
-    weights = torch.where(total > 0, weights / total, 0)
-    return (p[:, :, None, None] * torch.einsum("bhsj,bjhd->bshd", weights, v)).flatten(-2)
-
-
-def feed_forward(block, norm, h, taus, gated):
-    g = p_of(h, taus[norm])[..., None] if gated else 1
-    z = (g * rms_norm(getattr(block, norm), h)) @ block.mlp[0].weight.T
-    return h + g * ((z * (1 + torch.erf(z / math.sqrt(2))) / 2) @ block.mlp[2].weight.T)
-
-
-def cross_block(block, x, context, taus, gated):
-    a = block.attn
-    q = heads(a.q_projection, rms_norm(block.layernorm_q, x), a.head_dim)
-    c = rms_norm(block.layernorm_kv, context)
-    if a.softmax_scaling_layer is not None:
-        q = a.softmax_scaling_layer(q, context.shape[1])
-    k, v = heads(a.k_projection, c, a.head_dim), heads(a.v_projection, c, a.head_dim)
-    out = attend(q, k, v, p_of(x, taus["layernorm_q"]), p_of(context, taus["layernorm_kv"]))
-    return feed_forward(block, "layernorm2", x + out @ a.out_projection.weight.T, taus, gated)
-
-
-def rotate(t, rope):
-    """RoPE as multiplication by exp(i position frequency) of (first half + i second half)."""
-    first, second = t.chunk(2, dim=-1)
-    angle = torch.arange(t.shape[1])[:, None, None] * rope.freqs.double()
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([turned.real, turned.imag], dim=-1)
-
-
-def column_block(block, x, context, rope, taus, gated):
-    a, norm = block.attention, block.layernorm
-    q, k, v = (
-        heads(linear, rms_norm(norm, h), a.head_dim)
-        for linear, h in ((a.q_projection, x), (a.k_projection, context), (a.v_projection, context))
-    )
-    if rope is not None:
-        q, k = rotate(q, rope), rotate(k, rope)
-    tau = taus["layernorm"]
-    out = attend(q, k, v, p_of(x, tau), p_of(context, tau))
-    return feed_forward(block, "layernorm_mlp", x + out @ a.out_projection.weight.T, taus, gated)
-
-
-def row_block(block, x, n, taus, gated):
-    a = block.icl_attention
-    normed, p = rms_norm(block.layernorm, x), p_of(x, taus["layernorm"])
-    q = heads(a.q_projection, normed, a.head_dim)
-    if a.softmax_scaling_layer is not None:
-        q = a.softmax_scaling_layer(q, n)
-    k, v = (heads(linear, normed[:, :n], a.head_dim) for linear in (a.k_projection, a.v_projection))
-    few = a.num_kv_heads_test or k.shape[2]
-    out = torch.cat(
-        [
-            attend(q[:, :n], k, v, p[:, :n], p[:, :n]),
-            attend(q[:, n:], k[:, :, :few], v[:, :, :few], p[:, n:], p[:, :n]),
-        ],
-        dim=1,
-    )
-    return feed_forward(block, "layernorm_mlp", x + out @ a.out_projection.weight.T, taus, gated)
-
-
-def at(name, taus):
-    """The taus of one block, by the names of its norms."""
-    return {key.removeprefix(f"{name}."): tau for key, tau in taus.items() if key.startswith(f"{name}.")}
-
-
-def model_forward(host, x, y, taus, gated):
-    """The whole model: (logits of the test rows, carrier in front of each ICL block)."""
-
-    def readout(norm, name, h):
-        return rms_norm(norm, h) * (p_of(h, taus[name])[..., None] if gated else 1)
-
-    n, embedder, aggregator = len(y), host.feature_distribution_embedder, host.column_aggregator
-    grouped, y_embedding, _ = host._preprocess_and_group(x, y, n, None)
-    h = host.x_embed(grouped)
-    h[:, :n] = h[:, :n] + y_embedding[:, :, None]
-    B, R, C, E = h.shape
-    z = h.transpose(1, 2).reshape(B * C, R, E)
-    for i, layer in enumerate(embedder.layers):
-        name = f"feature_distribution_embedder.layers.{i}.cross_attn_block"
-        inducing = layer.inducing_vectors.expand(B * C, -1, -1)
-        hidden = cross_block(layer.cross_attn_block1, inducing, z[:, :n], at(f"{name}1", taus), gated)
-        z = cross_block(layer.cross_attn_block2, z, hidden, at(f"{name}2", taus), gated)
-    h = z.reshape(B, C, R, E).transpose(1, 2)
-    s = torch.cat([aggregator.cls_tokens.expand(B, R, -1, -1), h], dim=2).flatten(0, 1)
-    *blocks, last = aggregator.blocks
-    for i, block in enumerate(blocks):
-        s = column_block(block, s, s, aggregator.rope, at(f"column_aggregator.blocks.{i}", taus), gated)
-    cls = s[:, : aggregator.num_cls_tokens]
-    cls = column_block(last, cls, s, aggregator.rope, at(f"column_aggregator.blocks.{len(blocks)}", taus), gated)
-    rows = readout(aggregator.out_ln, "column_aggregator.out_ln", cls).reshape(B, R, -1)
-    rows[:, :n] = rows[:, :n] + host._embed_icl_y(host._prepare_y(y, n, B))
-    inputs = []
-    for i, block in enumerate(host.icl_blocks):
-        inputs.append(rows)
-        rows = row_block(block, rows, n, at(f"icl_blocks.{i}", taus), gated)
-    return host.output_projection(readout(host.output_norm, "output_norm", rows)[:, n:]).transpose(0, 1), inputs
 
 
 # ---- Blocks --------------------------------------------------------------------------------------
