@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,7 +76,7 @@ def measure_carriers(
         at, part, measure = DOOR_CARRIERS.get(name, (name, "input", squared_norm))
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor | None = None) -> None:
-            carrier = [*args, *kwargs.values()][0] if part == "input" else output
+            carrier: Any = [*args, *kwargs.values()][0] if part == "input" else output
             n = measure(carrier.detach()).flatten()
             kept = torch.linspace(0, n.numel() - 1, min(n.numel(), _KEPT), device=n.device).long()
             values[name].append(n[kept].double().cpu().numpy())

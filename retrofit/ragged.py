@@ -10,6 +10,7 @@ preprocessing.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import time
@@ -55,6 +56,14 @@ _LAUNCH = {"cpu": 2e8, "cuda": 2e11}
 _MAX_CELLS = {"cpu": 2**14, "cuda": 2**20}
 
 
+class TableError(ValueError):
+    """A table, `index` in the lists, that cannot be predicted."""
+
+    def __init__(self, index: int, error: Exception) -> None:
+        super().__init__(f"table {index}: {error}")
+        self.index = index
+
+
 @dataclass
 class RaggedReport:
     """What a ragged prediction did.
@@ -73,7 +82,7 @@ class RaggedReport:
     members: int = 0
     batches: int = 0
     out_of_memory: int = 0
-    errors: dict[Hashable, str] = field(default_factory=dict)
+    errors: dict[Any, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=lambda: {"preprocessing": 0.0, "forward": 0.0, "decoding": 0.0})
     _own_work: float = field(default=0.0, repr=False)
     _padded_work: float = field(default=0.0, repr=False)
@@ -184,7 +193,7 @@ class _Engine:
     def __init__(self, engine: Any) -> None:
         self.members = engine.ensemble_members
         self.X_tests: list[Any] = []
-        self.outputs: list[Tensor] = []
+        self.outputs: list[Any] = []
 
     def iter_outputs(self, X: Any, **_: Any) -> Iterator[tuple[Tensor, Any]]:
         if self.outputs:
@@ -209,6 +218,8 @@ def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -
         if regressor.is_constant_target_:
             regressor.predict(X_test)  # only to see whether it can be
             return regressor
+        # The criterion is the options' own object, and `to` would move all tables' together.
+        regressor.znorm_space_bardist_ = copy.deepcopy(regressor.znorm_space_bardist_)
         regressor.executor_ = engine = _Engine(regressor.executor_)
         with sklearn.config_context(transform_output="default"):
             # The way of `predict` to the engine, without its decoding.
@@ -262,6 +273,25 @@ class _Passes:
                 feature_schema=member.feature_schema,
             )
             yield _Member(x_R1C.squeeze(1), y_N, table, position)
+
+    def answer(
+        self, tables: dict[int, TabPFNRegressor], max_padding: float, report: RaggedReport
+    ) -> dict[int, Exception]:
+        """Give each prepared regressor its members' logits; what the device said to tables too large for it."""
+        engines = {index: r.executor_ for index, r in tables.items() if not r.is_constant_target_}
+        members = [member for index, engine in engines.items() for member in self.members_of(index, engine)]
+        too_large: dict[int, Exception] = {}
+        for engine in engines.values():
+            engine.outputs = [None] * len(engine.members)
+        for batch in plan_batches(np.array([m.size for m in members]).reshape(-1, 3), self.costs, max_padding):
+            for member, output in self.run([members[i] for i in batch], report):
+                if isinstance(output, Exception):
+                    too_large[member.table] = output
+                else:
+                    engines[member.table].outputs[member.position] = output
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that the report's seconds mean something
+        return too_large
 
     def run(self, members: list[_Member], report: RaggedReport) -> Iterator[tuple[_Member, Tensor | Exception]]:
         """Each member with its logits (M, buckets), or with what the device said to it even alone."""
@@ -326,20 +356,21 @@ def _pad(members: list[_Member]) -> tuple[Tensor, Tensor, Structure]:
     """Members as one batch: x_RBC (train rows, then test rows), y_NB, and what of it exists."""
     sizes = np.array([member.size for member in members])
     n_train, n_test, columns = (int(top) for top in sizes.max(axis=0))
-    first = members[0].x_RC
-    x_BRC = first.new_zeros(len(members), n_train + n_test, columns)
-    y_BN = members[0].y_N.new_zeros(len(members), n_train)
-    rows_BR = torch.zeros(x_BRC.shape[:2], dtype=torch.bool, device=first.device)
-    columns_BC = torch.zeros(len(members), columns, dtype=torch.bool, device=first.device)
+    first = members[0]
+    x_BRC = first.x_RC.new_zeros(len(members), n_train + n_test, columns)
+    y_BN = first.y_N.new_zeros(len(members), n_train)
     for i, (member, (n, m, c)) in enumerate(zip(members, sizes.tolist(), strict=True)):
         x_BRC[i, :n, :c] = member.x_RC[:n]
         x_BRC[i, n_train : n_train + m, :c] = member.x_RC[n:]
         y_BN[i, :n] = member.y_N
-        rows_BR[i, :n] = rows_BR[i, n_train : n_train + m] = True
-        columns_BC[i, :c] = True
+    n_B1, m_B1, c_B1 = sizes.T[:, :, None]
+    r_R = np.arange(n_train + n_test)
+    rows_BR = (r_R < n_B1) | ((r_R >= n_train) & (r_R < n_train + m_B1))
+    columns_BC = np.arange(columns) < c_B1
     # None where nothing is padded, so that the model may take its ordinary way.
-    ragged_rows, ragged_columns = (sizes[:, :2] != sizes[0, :2]).any(), (sizes[:, 2] != sizes[0, 2]).any()
-    structure = Structure(rows_BR if ragged_rows else None, columns_BC if ragged_columns else None)
+    structure = Structure(
+        *(None if exists.all() else torch.from_numpy(exists).to(x_BRC.device) for exists in (rows_BR, columns_BC))
+    )
     return x_BRC.transpose(0, 1).contiguous(), y_BN.T.contiguous(), structure
 
 
@@ -359,7 +390,7 @@ def predict_ragged(
     on_error: str = "raise",
     n_jobs: int | None = None,
     report: RaggedReport | None = None,
-    on_table: Callable[[], None] | None = None,
+    on_tables: Callable[[int], None] | None = None,
     **options: Any,
 ) -> list[Any]:
     """Predict many tables of any row and column counts, as `fit` and `predict` do one by one.
@@ -381,7 +412,7 @@ def predict_ragged(
         on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
         n_jobs: Processes that preprocess. By default one a core from 200 tables on: they take seconds to start.
         report: Filled in with what was done.
-        on_table: Called after each table, to show progress.
+        on_tables: Called now and then with the number of tables that are done, to show progress.
         options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
             `inference_precision`, `categorical_features_indices` and so on. Of several devices the first is
             used.
@@ -390,130 +421,77 @@ def predict_ragged(
         For each table, in order, what `predict` returns for it.
 
     Raises:
+        TableError: A table that cannot be predicted.
         ValueError: Another variant than `closed`, no tables, lists of unequal length, an option out of
-            range, or a bad table; the message names its index.
+            range.
         TypeError: An option that `TabPFNRegressor` does not have.
         NotImplementedError: `tuning_config` or majority downsampling, as `predict_batched` refuses them.
     """
-    lists = [X_trains, y_trains, X_tests]
-    if any(isinstance(tables, (pd.DataFrame, pd.Series, str, dict)) for tables in lists):
-        raise ValueError("X_trains, y_trains and X_tests are lists with one entry a table")
-    lengths = [len(tables) for tables in lists]
-    if len(set(lengths)) > 1:
-        raise ValueError("X_trains, y_trains and X_tests must have equal length, got {}, {} and {}".format(*lengths))
-    return _predict(
-        retrofit,
-        list(zip(*lists, strict=True)),
-        list(range(lengths[0])),
-        "table",
-        output_type=output_type,
-        quantiles=quantiles,
-        max_padding=max_padding,
-        max_cells=max_cells,
-        on_error=on_error,
-        n_jobs=n_jobs,
-        report=RaggedReport() if report is None else report,
-        on_table=on_table,
-        options=options,
-    )
-
-
-def _predict(
-    retrofit: Retrofit,
-    tables: list[tuple[Any, Any, Any]],
-    names: Sequence[Hashable],
-    kind: str,
-    *,
-    output_type: str,
-    quantiles: list[float] | None,
-    max_padding: float,
-    max_cells: int | None,
-    on_error: str,
-    n_jobs: int | None,
-    report: RaggedReport,
-    on_table: Callable[[], None] | None,
-    options: dict[str, Any],
-) -> list[Any]:
-    """What `predict` returns for each (X_train, y_train, X_test); None for those that were skipped."""
     if retrofit.variant != "closed":
         raise ValueError(f"padding is inert only in the variant 'closed', not in {retrofit.variant!r}")
-    if not tables:
+    lists = [X_trains, y_trains, X_tests]
+    if any(isinstance(entries, (pd.DataFrame, pd.Series, str, dict)) for entries in lists):
+        raise ValueError("X_trains, y_trains and X_tests are lists with one entry a table")
+    lengths = [len(entries) for entries in lists]
+    if len(set(lengths)) > 1:
+        raise ValueError("X_trains, y_trains and X_tests must have equal length, got {}, {} and {}".format(*lengths))
+    if lengths[0] == 0:
         raise ValueError("nothing to predict: no tables")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is 'raise' or 'skip', not {on_error!r}")
     if not 0 <= max_padding < 1:
         raise ValueError(f"max_padding is a share in [0, 1), got {max_padding}")
-    # Said now, not after the forward passes; as `predict` would.
+    # Said now as `predict` would say it, not after the forward passes.
     if output_type not in _OUTPUT_TYPES:
         raise ValueError(f"output_type is one of {', '.join(_OUTPUT_TYPES)}, not {output_type!r}")
     if not all(isinstance(q, float) and 0 <= q <= 1 for q in quantiles or ()):
         raise ValueError(f"quantiles are floats between 0 and 1, got {quantiles}")
 
+    report = RaggedReport() if report is None else report
     specs = retrofit.specs
-    model = specs.model
     weightless = dataclasses.replace(
         specs, model=nn.Linear(1, 1), norm_criterion=_regression_distribution_from_specs(specs)
     )
     template, byte_size, worker_options = _settings(weightless, options)
-    passes = _Passes(model, template, byte_size, Costs.of(model, template.devices_[0], max_cells))
+    passes = _Passes(specs.model, template, byte_size, Costs.of(specs.model, template.devices_[0], max_cells))
 
-    results: list[Any] = [None] * len(tables)
-    failed: set[int] = set()
-
-    def fail(index: int, error: Exception) -> None:
+    def refuse(index: int, error: Exception) -> None:
         if on_error == "raise":
-            raise ValueError(f"{kind} {names[index]!r}: {error}") from error
-        failed.add(index)
-        report.errors[names[index]] = str(error)
+            raise TableError(index, error) from error
+        report.errors[index] = str(error)
 
-    def answer(chunk: dict[int, TabPFNRegressor]) -> None:
-        with report._timed("forward"):
-            members = [
-                m for i, r in chunk.items() if not r.is_constant_target_ for m in passes.members_of(i, r.executor_)
-            ]
-            outputs: dict[int, dict[int, Tensor]] = {index: {} for index in chunk}
-            for batch in plan_batches(np.array([m.size for m in members]).reshape(-1, 3), passes.costs, max_padding):
-                for member, output in passes.run([members[i] for i in batch], report):
-                    if isinstance(output, Tensor):
-                        outputs[member.table][member.position] = output
-                    elif member.table not in failed:
-                        fail(member.table, output)
-            if passes.device.type == "cuda":
-                torch.cuda.synchronize(passes.device)
-        with report._timed("decoding"):
-            for index, regressor in chunk.items():
-                if index in failed:
-                    continue
-                if not regressor.is_constant_target_:
-                    regressor.executor_.outputs = [outputs[index].pop(i) for i in range(len(outputs[index]))]
-                results[index] = regressor.predict(tables[index][2], output_type=output_type, quantiles=quantiles)
-                report.tables += 1
-                if on_table is not None:
-                    on_table()
-
-    chunk: dict[int, TabPFNRegressor] = {}
-    logits = 0
-    # By rows, so that the tables of a chunk pad well to each other. Seeds are drawn in the caller's order.
+    results: list[Any] = [None] * lengths[0]
+    tables = list(zip(*lists, strict=True))
+    # Seeds are drawn in the caller's order. The order of work is by size, so that neighbours pad well to each other.
     seeds = [infer_random_state(template.random_state)[0] for _ in tables]
     order = sorted(range(len(tables)), key=lambda i: _rough_size(tables[i]))
     prepared = _prepare_all(worker_options, tables, seeds, order, n_jobs)
-    for index in order:
+    waiting = list(reversed(order))
+    while waiting:
+        chunk: dict[int, TabPFNRegressor] = {}
+        logits = 0
         with report._timed("preprocessing"):
-            regressor = next(prepared)
-        if isinstance(regressor, Exception):
-            fail(index, regressor)
-            if on_table is not None:
-                on_table()
-            continue
-        regressor.inference_precision = template.inference_precision
-        regressor.to(passes.device)
-        chunk[index] = regressor
-        if not regressor.is_constant_target_:
-            logits += len(regressor.executor_.X_tests) * len(regressor.executor_.X_tests[0]) * int(model.n_out)
-        if logits > _CHUNK_LOGITS:
-            answer(chunk)
-            chunk, logits = {}, 0
-    answer(chunk)
+            while waiting and logits < _CHUNK_LOGITS:
+                index, regressor = waiting.pop(), next(prepared)
+                if isinstance(regressor, Exception):
+                    refuse(index, regressor)
+                    continue
+                chunk[index] = regressor
+                regressor.inference_precision = template.inference_precision
+                regressor.to(passes.device)
+                if not regressor.is_constant_target_:
+                    logits += sum(map(len, regressor.executor_.X_tests)) * specs.model.n_out
+        with report._timed("forward"):
+            too_large = passes.answer(chunk, max_padding, report)
+        for index, error in too_large.items():
+            refuse(index, error)
+            del chunk[index]
+        with report._timed("decoding"):
+            for index, regressor in chunk.items():
+                results[index] = regressor.predict(tables[index][2], output_type=output_type, quantiles=quantiles)
+        report.tables += len(chunk)
+        if on_tables is not None:
+            on_tables(len(tables) - len(waiting))
     return results
 
 
@@ -563,10 +541,9 @@ def _prepare_all(
     if n_jobs is None:
         n_jobs = joblib.cpu_count() if len(tables) >= _TABLES_FOR_PROCESSES else 1
     with joblib.parallel_config("loky", n_jobs=n_jobs, inner_max_num_threads=1):
-        # max_nbytes: large tables would arrive as read-only memory maps.
-        yield from joblib.Parallel(return_as="generator", max_nbytes=None)(
-            joblib.delayed(_prepare)({**options, "random_state": seeds[i]}, *tables[i]) for i in order
-        )
+        # Without max_nbytes, large tables would arrive as read-only memory maps.
+        parallel = joblib.Parallel(return_as="generator", max_nbytes=None)
+    return parallel(joblib.delayed(_prepare)({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
 
 
 def _rough_size(table: tuple[Any, Any, Any]) -> tuple[int, ...]:
@@ -592,13 +569,8 @@ def predict_groups(
     quantiles: list[float] | None = None,
     min_rows: int = 2,
     too_few: str = "error",
-    max_padding: float = DEFAULT_PADDING,
-    max_cells: int | None = None,
-    on_error: str = "raise",
-    n_jobs: int | None = None,
     report: RaggedReport | None = None,
-    on_table: Callable[[], None] | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> pd.Series | pd.DataFrame:
     """Predict every group of one long table from its own train rows, like so many tables of their own.
 
@@ -614,23 +586,19 @@ def predict_groups(
         too_few: What becomes of the test rows of groups with fewer (or no) train rows: `error` names
             these groups; `nan` leaves their predictions missing; `pooled` predicts them from the train
             rows of all groups as one table.
-        max_padding: As of `predict_ragged`, like all that follow.
-        max_cells: As of `predict_ragged`.
-        on_error: `raise` on the first bad group, or `skip` it: its predictions are missing.
-        n_jobs: As of `predict_ragged`.
-        report: As of `predict_ragged`; its errors are keyed by group, `(pooled)` being the pooled one.
-        on_table: As of `predict_ragged`.
-        options: Of `TabPFNRegressor`; `categorical_features_indices` count the columns of `train`
-            without target and group.
+        report: Filled in with what was done; its errors are keyed by group, `(pooled)` for the pooled one.
+        settings: As of `predict_ragged`, `TabPFNRegressor`'s options included. With `on_error="skip"` the
+            predictions of a bad group are missing. `categorical_features_indices` count the columns of
+            `train` without target and group.
 
     Returns:
         In the order and with the index of `test`, a Series called `target`, or for `quantiles` a DataFrame
         with a column for each.
 
     Raises:
-        ValueError: As of `predict_ragged`; a column that is missing from `train` or `test`, rows without
-            a group, a group column that is different in every row of `train`, or, with
-            `too_few="error"`, groups with too few train rows.
+        ValueError: As of `predict_ragged`; a group that cannot be predicted; a column that is missing
+            from `train` or `test`, rows without a group, a group column that is different in every row
+            of `train`, or, with `too_few="error"`, groups with too few train rows.
     """
     if output_type not in ("mean", "median", "mode", "quantiles"):
         raise ValueError(f"output_type is mean, median, mode or quantiles for groups, not {output_type!r}")
@@ -666,25 +634,20 @@ def predict_groups(
         else (X_train.iloc[rows], y_train.iloc[rows], X_test.iloc[at])
         for _, rows, at in plan
     ]
-    answers = (
-        _predict(
-            retrofit,
-            tables,
-            [name for name, _, _ in plan],
-            "group",
-            output_type=output_type,
-            quantiles=quantiles,
-            max_padding=max_padding,
-            max_cells=max_cells,
-            on_error=on_error,
-            n_jobs=n_jobs,
-            report=report,
-            on_table=on_table,
-            options=options,
-        )
-        if tables
-        else []
-    )
+    answers: list[Any] = []
+    if tables:
+        try:
+            answers = predict_ragged(
+                retrofit,
+                *map(list, zip(*tables, strict=True)),
+                output_type=output_type,
+                quantiles=quantiles,
+                report=report,
+                **settings,
+            )
+        except TableError as error:
+            raise ValueError(f"group {plan[error.index][0]!r}: {error.__cause__}") from error.__cause__
+        report.errors = {plan[index][0]: message for index, message in report.errors.items()}
     levels = (_QUANTILES if quantiles is None else quantiles) if output_type == "quantiles" else [target]
     values = np.full((len(test), len(levels)), np.nan)
     for (_, _, at), answer in zip(plan, answers, strict=True):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tabpfn import TabPFNRegressor
 
+from oretrofit.patches.tabpfn_v3_closed import DOOR_CARRIERS
 from oretrofit.retrofit.hosts import random_host
 from oretrofit.retrofit.patcher import carriers
 
@@ -75,17 +76,27 @@ def predict(regressor, table):
 def gating_taus():
     """A function that sets each carrier's tau so that gating matters: presence of 0.5 to 0.99.
 
-    `run(model)` runs a copy of the host. tau is a quarter of a low quantile of what each norm then
-    sees: any larger, and Full-O, whose gates multiply up, would predict nearly a constant.
+    `run(model)` runs a copy of the host. tau is a quarter of a low quantile of what each norm and door
+    then sees: any larger, and Full-O, whose gates multiply up, would predict nearly a constant.
     """
 
     def measure(host, run, variant):
         model = copy.deepcopy(host.model)
         seen = {name: [] for name in carriers(model, variant)}
+
+        def watch(name, values):
+            at, part, squared_norm = DOOR_CARRIERS.get(name, (name, "input", lambda h: h.square().sum(-1)))
+
+            def hook(_, args, kwargs, output=None):
+                carrier = output if part == "output" else [*args, *kwargs.values()][0]
+                values.append(squared_norm(carrier.detach().double()).flatten())
+
+            module = model.get_submodule(at)
+            register = module.register_forward_hook if part == "output" else module.register_forward_pre_hook
+            register(hook, with_kwargs=True)
+
         for name, values in seen.items():
-            model.get_submodule(name).register_forward_pre_hook(
-                lambda _, inputs, values=values: values.append(inputs[0].detach().double().square().sum(-1).flatten())
-            )
+            watch(name, values)
         run(model)
         return {name: 0.25 * torch.cat(values).quantile(0.05).item() for name, values in seen.items()}
 

@@ -12,7 +12,7 @@ from oretrofit.retrofit.patcher import carriers, model_taus
 def test_overhead_reports_a_row_a_variant(tiny_host):
     lines = []
     table = overhead.measure_overhead(tiny_host, rows=20, test_rows=5, columns=2, rounds=2, on_round=lines.append)
-    assert list(table["variant"]) == ["oa", "full-o"]
+    assert list(table["variant"]) == ["oa", "full-o", "closed"]
     assert (table["ratio"] > 0).all()
     assert (table["rounds"] == 2).all()
     assert len(lines) == 3
@@ -20,13 +20,18 @@ def test_overhead_reports_a_row_a_variant(tiny_host):
 
 def test_overhead_ratio_is_the_median_of_paired_rounds(tiny_host, monkeypatch):
     # By the number of sites; the first round is the warm-up.
-    sites = {0: "host", len(carriers(tiny_host.model, "oa")): "oa", len(carriers(tiny_host.model, "full-o")): "full-o"}
-    seconds = {"host": iter([9, 1, 2, 4]), "oa": iter([9, 3, 2, 4]), "full-o": iter([9, 1, 4, 40])}
+    sites = {0: "host", **{len(carriers(tiny_host.model, variant)): variant for variant in ("oa", "full-o", "closed")}}
+    seconds = {
+        "host": iter([9, 1, 2, 4]),
+        "oa": iter([9, 3, 2, 4]),
+        "full-o": iter([9, 1, 4, 40]),
+        "closed": iter([9, 2, 4, 8]),
+    }
     took = lambda model, *_: next(seconds[sites[len(model_taus(model))]])  # noqa: E731
     monkeypatch.setattr(overhead, "_forward_seconds", took)
     table = overhead.measure_overhead(tiny_host, rows=4, test_rows=2, columns=1, rounds=3).set_index("variant")
-    assert table["ratio"].to_dict() == {"oa": 1.0, "full-o": 2.0}
-    assert table["host_seconds"].to_dict() == {"oa": 2.0, "full-o": 2.0}
+    assert table["ratio"].to_dict() == {"oa": 1.0, "full-o": 2.0, "closed": 2.0}
+    assert table["host_seconds"].to_dict() == {"oa": 2.0, "full-o": 2.0, "closed": 2.0}
 
 
 def test_baselines_are_relative_to_the_train_mean(tiny_host, tmp_path):

@@ -112,17 +112,19 @@ def test_from_the_squared_norm():
     assert torch.equal(log_presence_at(n, 0.3), log_presence(h, 0.3))
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.float64,) * 2])
-def test_gated_addition(dtypes):
+@pytest.mark.parametrize(
+    ("wide", "narrow"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.float64, torch.float64)]
+)
+def test_gated_addition(wide, narrow):
     """Rounded once into a wide h; in half precision h, after the branch was rounded as any branch is."""
-    h, u, p = torch.randn(7, 3).to(dtypes[0]), torch.randn(7, 3).to(dtypes[1]), torch.rand(7)
+    h, u, p = torch.randn(7, 3).to(wide), torch.randn(7, 3).to(narrow), torch.rand(7)
     p[[0, 4]] = 0
-    p = p.to(torch.promote_types(dtypes[0], torch.float32))
+    p = p.to(torch.promote_types(wide, torch.float32))
     exact = h.double() + p.double()[:, None] * u.double()
     out = add_gated(h, p, u)
     assert out.dtype == h.dtype
     assert torch.equal(out[[0, 4]], h[[0, 4]])
-    bound = EPS[dtypes[0]] * (h.abs() + u.abs()).double()
+    bound = EPS[wide] * (h.abs() + u.abs()).double()
     assert ((out.double() - exact).abs() <= bound).all()
 
 
