@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -215,6 +216,117 @@ def evaluate(
         raise typer.Exit(1)
 
 
+@app.command(
+    epilog="Example: [b]oretrofit predict --train past.csv --test next.csv --target sales --by shop --out sales.csv[/b]"
+)
+@_plain_errors()
+def predict(
+    train: Annotated[Path, typer.Option(metavar="FILE", help="Rows with a known target, CSV or Parquet.")],
+    test: Annotated[Path, typer.Option(metavar="FILE", help="Rows to predict, CSV or Parquet.")],
+    target: Annotated[str, typer.Option(help="The column to predict. All others are features.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the predictions go, CSV or Parquet.")],
+    by: Annotated[
+        str | None, typer.Option(metavar="GROUP", help="The column that names each row's group. Default: one table.")
+    ] = None,
+    quantiles: Annotated[
+        str | None, typer.Option(metavar="Q,Q,...", help="Quantiles to predict beside the mean, e.g. 0.1,0.5,0.9.")
+    ] = None,
+    host: Annotated[
+        str | None, typer.Option(help="As of patch. Default: small, or the host that --retrofit names.")
+    ] = None,
+    retrofit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A closed retrofit saved by patch. Default: calibrate one.")
+    ] = None,
+    too_few: Annotated[
+        str | None,
+        typer.Option(
+            metavar="error|nan|pooled",
+            help="Groups with fewer than 2 train rows: an error, no prediction, or one from all groups' train rows. "
+            "Default: error; nan with --on-error skip.",
+        ),
+    ] = None,
+    on_error: Annotated[
+        str, typer.Option(metavar="error|skip", help="A group that cannot be predicted: an error, or no prediction.")
+    ] = "error",
+    device: Device = "auto",
+) -> None:
+    """Predict a table with the closed retrofit of a host; with --by, each group from its own rows.
+
+    Groups are predicted as if each were fitted alone, but share forward passes. FILE gets a row for each test row:
+    with --by its group, the mean as [b]prediction[/b], and a column like [b]q0.1[/b] for each quantile.
+    """
+    if on_error not in ("error", "skip"):
+        raise ValueError(f"--on-error is error or skip, not {on_error!r}")
+    if by is None and (too_few is not None or on_error == "skip"):
+        raise ValueError("--too-few and --on-error are about groups, whose column --by names")
+    levels = _parse_quantiles(quantiles)
+    for file in (train, test, out):
+        if file.suffix not in (".csv", ".parquet"):
+            raise ValueError(f"{file} is neither a .csv nor a .parquet file")
+    _check_writable(out)
+    import pandas as pd
+
+    import oretrofit
+
+    from .experiments.evaluate import resolve_device
+    from .retrofit.api import DEFAULT_TABLES
+    from .retrofit.ragged import RaggedReport
+
+    device, console = resolve_device(device), _console()
+    known, wanted = _read_table(train), _read_table(test)
+    if target in known and not pd.api.types.is_numeric_dtype(known[target]):
+        numbers = pd.to_numeric(known[target].astype(str), errors="coerce")
+        text = known[numbers.isna() & known[target].notna()]
+        if len(text) and on_error == "error":
+            group = f" in group {text[by].iloc[0]!r}" if by in text else ""
+            raise ValueError(f"the target {target!r} of {train} is not numeric: {text[target].iloc[0]!r}{group}")
+        known[target] = numbers  # text is missing then, which costs no more than its group
+    named = [] if by is None else [by]
+    if by is None:
+        by = "(group)"
+        known[by] = wanted[by] = "the whole table"
+    with _progress(console) as progress:
+        if retrofit is not None:
+            closed = oretrofit.load(retrofit, host)
+        else:
+            task = progress.add_task("Calibrating", total=DEFAULT_TABLES)
+            closed = oretrofit.patch(host or "small", "closed", device=device, on_table=lambda: progress.advance(task))
+
+        def predicted(output_type: str, report: RaggedReport) -> pd.DataFrame | pd.Series:
+            groups = wanted[by].nunique() if by in wanted else None
+            task = progress.add_task(f"Predicting {output_type}", total=groups)
+            return closed.predict_groups(
+                known,
+                wanted,
+                target=target,
+                by=by,
+                output_type=output_type,
+                quantiles=levels,
+                too_few=too_few or ("nan" if on_error == "skip" else "error"),
+                on_error="skip" if on_error == "skip" else "raise",
+                report=report,
+                on_tables=lambda done: progress.update(task, completed=done),
+                device=device,
+            )
+
+        report = RaggedReport()
+        columns = {"prediction": predicted("mean", report)}
+        if levels:
+            frame = predicted("quantiles", RaggedReport())
+            columns |= {f"q{level:g}": frame[level] for level in levels}
+    answers = wanted[named].assign(**columns)
+    _write_table(answers, out)
+    console.print(
+        f"Tables: {report.tables}; forward passes: {report.batches}, for {report.members} ensemble members; "
+        f"padding: {report.padding:.1%} of their work."
+    )
+    for group, reason in report.errors.items():
+        typer.echo(f"Skipped: group {group!r}: {reason}", err=True)
+    if missing := int(answers["prediction"].isna().sum()):
+        typer.echo(f"{missing} of {len(answers)} rows have no prediction.", err=True)
+    console.print(f"Written to {out}.", soft_wrap=True)
+
+
 @app.command(epilog="Example: [b]oretrofit pretrain --steps 7500 --out runs/pretrain[/b]")
 @_plain_errors()
 def pretrain(
@@ -296,6 +408,64 @@ def bench_host(
     mean = pd.DataFrame([{"dataset": "mean", **table.drop(columns="dataset").mean()}])
     title = "RMSE / RMSE of predicting the train mean"
     _print_frame(console, pd.concat([table, mean]), json_file, title=title)
+
+
+@bench.command("ragged", epilog="Example: [b]oretrofit bench ragged --tables 200 --host small[/b]")
+@_plain_errors()
+def bench_ragged(
+    tables: Annotated[int, typer.Option(help="Synthetic tables of unequal sizes.")] = 200,
+    host: Host = "small",
+    rounds: Annotated[int, typer.Option(help="Runs of each method, each in a process of its own.")] = 3,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Time ragged prediction against a loop of fit and predict, and against predict_batched by shape."""
+    _check_positive(tables=tables, rounds=rounds)
+    _check_writable(json_file)
+    from .experiments import ragged
+    from .experiments.evaluate import resolve_device
+    from .retrofit.hosts import load_host
+
+    device, console = resolve_device(device), _console()
+    load_host(host)  # here, so that a host that is none is refused before the first process starts
+    with console.status("Timing") as status:
+        result = ragged.measure_ragged(host, tables=tables, rounds=rounds, device=device, on_run=status.update)
+    _print_table(console, *ragged.bench_cells(result), title=f"Predicting {tables} tables, {host}, {device}")
+    console.print(ragged.bench_notes(result))
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+@bench.command("ragged-equality", epilog="Example: [b]oretrofit bench ragged-equality --tables 200[/b]")
+@_plain_errors()
+def bench_ragged_equality(
+    tables: Annotated[int, typer.Option(help="Synthetic tables of mixed types, with missing cells.")] = 200,
+    host: Host = "small",
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Show how far ragged prediction is from fit and predict, one table at a time."""
+    _check_positive(tables=tables)
+    _check_writable(json_file)
+    from .experiments import ragged
+    from .experiments.evaluate import resolve_device
+    from .retrofit.api import DEFAULT_TABLES
+    from .retrofit.hosts import load_host
+
+    device, console = resolve_device(device), _console()
+    loaded = load_host(host)
+    with _progress(console) as progress:
+        calibrating = progress.add_task("Calibrating", total=DEFAULT_TABLES)
+        comparing = progress.add_task("Comparing", total=4 * tables)
+        found = ragged.compare_equality(
+            loaded,
+            ragged.mixed_tables(tables),
+            device=device,
+            on_calibrated=lambda: progress.advance(calibrating),
+            on_tables=lambda done: progress.update(comparing, completed=done),
+        )
+    _print_frame(console, found, json_file, title=f"Ragged prediction of {tables} tables against one by one, {device}")
+    console.print(ragged.equality_notes())
 
 
 @app.command(epilog="Example: [b]oretrofit frontier --variant full-o --plot frontier.png[/b]")
@@ -380,6 +550,72 @@ def ablate(
         ablation.plot_ablation(table, plot)
 
 
+@app.command(epilog="Example: [b]oretrofit audit --variant full-o --json audit.json[/b]")
+@_plain_errors()
+def audit(
+    host: Host = "small",
+    variant: Annotated[list[str] | None, typer.Option(help="As of patch; repeatable. Default: all.")] = None,
+    tables: Annotated[int, typer.Option(help="Synthetic tables; figures are the largest over them.")] = 5,
+    device: Device = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Insert NULL rows and columns at every stage of a host and its variants, and say which part leaks."""
+    _check_positive(tables=tables)
+    _check_writable(json_file)
+    from .experiments import audit as run
+    from .experiments.evaluate import resolve_device
+    from .retrofit.hosts import load_host
+    from .retrofit.patcher import VARIANTS
+
+    device, console = resolve_device(device), _console()
+    with console.status("Auditing") as status:
+        found = run.audit(
+            load_host(host), variant or list(VARIANTS), tables=tables, device=device, on_step=status.update
+        )
+    title = f"NULLs in the input, {tables} synthetic tables, float32, {device}: shift of a live prediction"
+    _print_table(console, *run.summary_cells(found), title=title)
+    title = "NULLs in front of each stage: shift of an old token, norm of a NULL behind it"
+    _print_table(console, *run.boundary_cells(found), title=title)
+    for names, rows in run.leak_rows(found).items():
+        if rows:
+            _print_table(console, ["at", "what leaks"], rows, title=f"What leaks in {names}", left=2)
+        else:
+            console.print(f"Nothing leaks in {names}.")
+    console.print(run.notes())
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=1) + "\n")
+
+
+@app.command(epilog="Example: [b]oretrofit contracts --dtype fp32,bf16 --json contracts.json[/b]")
+@_plain_errors()
+def contracts(
+    device: Device = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="[b]fp32[/b], [b]bf16[/b], [b]fp16[/b], [b]fp64[/b], joined by commas.")
+    ] = "fp32,bf16,fp16,fp64",
+    json_file: JsonFile = None,
+) -> None:
+    """Hold the operators to their definitions, beside the error of torch's own kernels."""
+    _check_writable(json_file)
+    from .experiments import contracts as run
+    from .experiments.evaluate import resolve_device
+    from .experiments.report import write_rows
+
+    device, dtypes, console = resolve_device(device), run.parse_dtypes(dtype), _console()
+    with console.status("Checking") as status:
+        table = run.check_contracts(dtypes, device, on_step=status.update)
+    for title, (header, cells) in run.table_cells(table).items():
+        _print_table(console, header, cells, title=f"{title}, {device}", left=2)
+    console.print(run.notes())
+    if json_file is not None:
+        write_rows(table, json_file)
+    failed = table[[passed is False for passed in table["passed"]]]
+    if len(failed):
+        names = (f"{row.operator} {row.dtype} {row.property}" for row in failed.itertuples(index=False))
+        typer.echo(f"Error: {len(failed)} of {len(table)} rows failed: {'; '.join(names)}", err=True)
+        raise typer.Exit(1)
+
+
 def _console() -> Console:
     from rich.console import Console
 
@@ -400,6 +636,35 @@ def _check_writable(*files: Path | None) -> None:
             file.open("a").close()
             if not existed:
                 file.unlink()
+
+
+def _parse_quantiles(text: str | None) -> list[float]:
+    try:
+        levels = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        levels = [math.nan]
+    if not all(0 <= level <= 1 for level in levels):
+        raise ValueError(f"--quantiles are numbers between 0 and 1, joined by commas, not {text!r}")
+    return list(dict.fromkeys(levels))
+
+
+def _read_table(file: Path) -> pd.DataFrame:
+    import pandas as pd
+
+    try:
+        return pd.read_csv(file) if file.suffix == ".csv" else pd.read_parquet(file)
+    except ValueError as error:  # the parsers' own errors, too
+        raise ValueError(f"cannot read {file}: {error}") from error
+
+
+def _write_table(table: pd.DataFrame, file: Path) -> None:
+    """Write a table; an index that only counts the rows is left out of a CSV file."""
+    import pandas as pd
+
+    if file.suffix == ".csv":
+        table.to_csv(file, index=not table.index.equals(pd.RangeIndex(len(table))))
+    else:
+        table.to_parquet(file)
 
 
 def _check_positive(**numbers: int) -> None:

@@ -1,21 +1,26 @@
 """Where a NULL moves others or wakes up: a host and its variants, boundary by boundary.
 
 The model is run as its stages: cells from the input, each induced block, the column aggregator, the
-target embedding of the ICL stage, each ICL block, and the readout. At each boundary zero vectors are
-inserted as NULL rows or columns, and the stage is run with and without them. What leaks is found by
-switching parts: the stage of the closed variant is given one part of the host back at a time, and a
-part is named where that alone lets a NULL through.
+target embedding of the ICL stage, each ICL block, and the last norm. (The projection behind it acts on
+each test row alone, and a NULL row's answer is nobody's.) At each boundary NULL rows or columns, zero
+vectors, are inserted, and the stage behind it is run with and without them.
 
-Shape suffixes: B batch (one table), R rows (train and test), N train rows, C columns, E embedding
-width, D row width; h is a state, cells (1, R, C, E) or rows (1, R, D).
+Which part leaks is found by switching: the classes of one part of the leaking stage are put into the same
+stage of the closed model, where everything else is inert, and a part that lets a NULL through there is named.
+
+Shape suffixes: R rows (train and test), N train rows, C columns, E embedding width, D row width; always
+one table. h is a state, of cells (1, R, C, E) or of rows (1, R, D). Definitions: docs/theory.md, section 3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -26,50 +31,115 @@ from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 from torch import Tensor, nn
 
 from ..calibration.prior import draw_table
-from ..patches.tabpfn_v3 import CARRIERS
-from ..patches.tabpfn_v3_closed import (
-    ClosedTabPFNV3,
-    OCellEmbedding,
-    OTargetEncoder,
-    Structure,
-    with_structure,
-)
+from ..patches.tabpfn_v3 import CarrierNorm, OAttention, OCrossAttention, OICLAttention
+from ..patches.tabpfn_v3_closed import ClosedTabPFNV3, OCellEmbedding, OTargetEncoder, Structure, with_structure
 from ..retrofit.api import measure, patch
 from ..retrofit.hosts import Host
-from ..retrofit.patcher import VARIANTS, host_class
+from ..retrofit.patcher import VARIANTS, check_variant
+from .report import SHORT_NAMES, Cells
 
 HOST = "host"
+INPUT = "input"
 KINDS = ("train rows", "test rows", "columns")
 AUDIT_SEED = 40_000
+DEFAULT_TABLES = 5
 
-# A shift of old tokens relative to the largest state, or a norm of a NULL, that is no rounding.
+# A shift relative to the largest state, or a norm of a NULL, that is no rounding.
 LEAK = 1e-4
 
-INPUT = "input"
+# What the cells and targets of a NULL hold. A closed model never looks at them; for others zeros are all
+# there is to say that something is not there.
+_GARBAGE, _ZERO = 1e3, 0.0
 
-# What a part does to a NULL, by the part's class in the host.
-WORDS = {
-    "SoftmaxScalingMLP": "scales queries by the number of keys, and counts a NULL",
-    "CrossAttentionBlock": "its softmax gives a zero source the weight exp(0), a zero receiver the mean of the values",
-    "TransformerBlock": "its softmax gives a zero source the weight exp(0), a zero receiver the mean of the values",
-    "ICLTransformerBlock": "its softmax gives a zero source the weight exp(0), a zero receiver the mean of the values",
-    "ColumnAggregator": "puts CLS tokens in front of every row, a NULL one too",
-    "RotaryEmbedding": "turns columns by their position, which a NULL in front of them changes",
-    "Linear": "adds an embedding to every row or cell, a NULL one too",
-    "standard scaler": "takes mean and deviation over all rows, and counts a NULL",
-    "grouping": "embeds cells together with those of neighbouring columns, NULL ones too",
-}
+Stage = Callable[[Tensor, int, Tensor], Tensor]
+
+
+# ---- The model as stages ------------------------------------------------------------------------
+
+
+def embed_cells(model: TabPFNV3, x_R1C: Tensor, y_N1: Tensor, structure: Structure | None = None) -> Tensor:
+    """The cells (1, R, C, E) that a model makes of its input, targets included.
+
+    The structure is for closed models, whose cells come out with live columns first.
+    """
+    n = len(y_N1)
+    if isinstance(model, ClosedTabPFNV3):
+        x, y = with_structure(x_R1C, y_N1, structure or Structure())
+        return model.x_embed(model._preprocess_and_group(x, cast(Tensor, y), n, None)[0])
+    grouped, y_1NE, _ = model._preprocess_and_group(x_R1C, y_N1, n, None)
+    cells = model.x_embed(grouped)
+    return torch.cat([cells[:, :n] + cast(Tensor, y_1NE).unsqueeze(2), cells[:, n:]], dim=1)
+
+
+def stages(model: TabPFNV3) -> dict[str, Stage]:
+    """The stages behind the cells, in order: each maps (state, train rows, y_N1) to the next state."""
+
+    def block(module: nn.Module) -> Stage:
+        return lambda h, n, y: module(h, n)[0]
+
+    def embed_targets(h: Tensor, n: int, y_N1: Tensor) -> Tensor:
+        y_1N1, door = y_N1.T.unsqueeze(-1), model.icl_y_encoder
+        train = door.inject(h[:, :n], y_1N1) if isinstance(door, OTargetEncoder) else h[:, :n] + door(y_1N1)
+        return torch.cat([train, h[:, n:]], dim=1)
+
+    layers, blocks = model.feature_distribution_embedder.layers, model.icl_blocks
+    return {
+        **{f"feature_distribution_embedder.layers.{i}": block(layer) for i, layer in enumerate(layers)},
+        "column_aggregator": lambda h, n, y: model.column_aggregator(h).flatten(-2),
+        "icl_y_encoder": embed_targets,
+        **{f"icl_blocks.{i}": block(module) for i, module in enumerate(blocks)},
+        "output_norm": lambda h, n, y: model.output_norm(h),
+    }
+
+
+def predicted_means(model: TabPFNV3, logits: Tensor) -> Tensor:
+    """Means of the bar distributions of logits (..., buckets), in the unit of the targets."""
+    return FullSupportBarDistribution(model.regression_borders).mean(logits)
+
+
+# ---- Tables, and where NULLs are put into them --------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A table as a model takes it: x (R, 1, C), and the targets of its train rows (N, 1), standardised."""
+
+    x_R1C: Tensor
+    y_N1: Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """How many there are of each of `KINDS`."""
+        return len(self.y_N1), len(self.x_R1C) - len(self.y_N1), self.x_R1C.shape[2]
+
+
+def draw_case(rng: np.random.Generator, rows: int, columns: int, device: str = "cpu") -> Case:
+    """A synthetic table in float32, two thirds of its rows to train on."""
+    table = draw_table(rng, rows, columns)
+    y = table.y[: rows * 2 // 3]
+    x_R1C, y_N1 = table.X[:, None], ((y - y.mean()) / y.std())[:, None]
+    return Case(*(torch.tensor(values, dtype=torch.float32, device=device) for values in (x_R1C, y_N1)))
+
+
+def draw_cases(tables: int, device: str = "cpu") -> list[Case]:
+    """Synthetic tables of 20 to 500 rows and 2 to 30 columns, small ones as common as large ones."""
+    cases = []
+    for i in range(tables):
+        rng = np.random.default_rng([AUDIT_SEED, i])
+        rows, columns = (int(np.exp(rng.uniform(np.log(low), np.log(high + 1)))) for low, high in ((20, 500), (2, 30)))
+        cases.append(draw_case(rng, rows, columns, device))
+    return cases
 
 
 @dataclass(frozen=True)
 class Insertion:
-    """Where the old rows and columns are among the NULLs that were inserted.
+    """NULL rows and columns among those of a table.
 
     Attributes:
-        rows: Places of the old rows.
-        columns: Places of the old columns.
-        shape: Rows and columns with the NULLs.
-        num_train: Train rows with the NULLs.
+        rows: Where the old rows are among all, (R,).
+        columns: Where the old columns are among all, (C,).
+        shape: How many rows and columns there are with the NULLs.
+        num_train: How many train rows there are with the NULLs.
     """
 
     rows: Tensor
@@ -77,199 +147,191 @@ class Insertion:
     shape: tuple[int, int]
     num_train: int
 
-    def into(self, h: Tensor) -> Tensor:
-        """h with zeros at its new rows and columns."""
-        if h.dim() == 3:
-            longer = h.new_zeros(1, self.shape[0], h.shape[2])
-            longer[:, self.rows] = h
-        else:
-            longer = h.new_zeros(1, *self.shape, h.shape[3])
-            longer[:, self.rows[:, None], self.columns] = h
+    def packed(self) -> Insertion:
+        """The same with the old columns in front, as a closed model has them behind its input."""
+        return dataclasses.replace(self, columns=torch.arange(len(self.columns)))
+
+    def inputs(self, case: Case, fill: float) -> tuple[Tensor, Tensor]:
+        """x and y of a table with NULLs, whose cells and targets are `fill`."""
+        x_R1C = case.x_R1C.new_full((self.shape[0], 1, self.shape[1]), fill)
+        x_R1C[self.rows[:, None], 0, self.columns] = case.x_R1C[:, 0]
+        return x_R1C, self.targets(case.y_N1, fill)
+
+    def structure(self, device: torch.device) -> Structure:
+        """What exists."""
+        exists = [torch.zeros(1, size, dtype=torch.bool, device=device) for size in self.shape]
+        for exists_1S, old in zip(exists, (self.rows, self.columns), strict=True):
+            exists_1S[0, old] = True
+        return Structure(*exists)
+
+    def targets(self, y_N1: Tensor, fill: float = 0.0) -> Tensor:
+        """Targets of the train rows, `fill` at NULLs."""
+        longer = y_N1.new_full((self.num_train, 1), fill)
+        longer[self.rows[: len(y_N1)]] = y_N1
         return longer
 
-    def targets(self, y_N1: Tensor) -> Tensor:
-        """Targets of the train rows, 0 at the new ones."""
-        longer = y_N1.new_zeros(self.num_train, 1)
-        longer[self.rows[: len(y_N1)]] = y_N1
+    def into(self, h: Tensor) -> Tensor:
+        """A state with zeros at the NULLs."""
+        longer = h.new_zeros(1, *self.shape[: h.dim() - 2], h.shape[-1])
+        longer[self._old(h)] = h
         return longer
 
     def old(self, h: Tensor) -> Tensor:
         """The old tokens of a state with NULLs."""
-        return h[:, self.rows] if h.dim() == 3 else h[:, self.rows[:, None], self.columns]
+        return h[self._old(h)]
 
     def null_norm(self, h: Tensor) -> float:
-        """Largest norm among the NULLs of a state."""
+        """The largest norm of a NULL in a state."""
         norms = h.norm(dim=-1)
-        if h.dim() == 3:
-            norms[:, self.rows] = 0
-        else:
-            norms[:, self.rows[:, None], self.columns] = 0
+        norms[self._old(h)] = 0
         return norms.max().item()
 
-
-Stage = Callable[[Tensor, int, Tensor], Tensor]
-
-
-def stages(model: TabPFNV3) -> dict[str, Stage]:
-    """The stages behind the cells, in order: each maps (state, train rows, y_N1) to the next state."""
-    found: dict[str, Stage] = {}
-    for i, layer in enumerate(model.feature_distribution_embedder.layers):
-        found[f"feature_distribution_embedder.layers.{i}"] = lambda h, n, y, layer=layer: layer(h, n)[0]
-    found["column_aggregator"] = lambda h, n, y: model.column_aggregator(h).flatten(-2)
-
-    def embed_targets(h: Tensor, n: int, y_N1: Tensor) -> Tensor:
-        y_1N1, door = y_N1.T.unsqueeze(-1), model.icl_y_encoder
-        train = door.inject(h[:, :n], y_1N1) if isinstance(door, OTargetEncoder) else h[:, :n] + door(y_1N1)
-        return torch.cat([train, h[:, n:]], dim=1)
-
-    found["icl_y_encoder"] = embed_targets
-    for i, block in enumerate(model.icl_blocks):
-        found[f"icl_blocks.{i}"] = lambda h, n, y, block=block: block(h, n)[0]
-    found["output_norm"] = lambda h, n, y: model.output_norm(h)
-    return found
+    def _old(self, h: Tensor) -> tuple[slice | Tensor, ...]:
+        rows = (slice(None), self.rows)
+        return rows if h.dim() == 3 else (slice(None), self.rows[:, None], self.columns)
 
 
-def embed_cells(model: TabPFNV3, x_R1C: Tensor, y_N1: Tensor, structure: Structure | None = None) -> Tensor:
-    """The cells that the model makes of its input, targets included: (1, R, C, E)."""
-    n = len(y_N1)
-    if isinstance(model, ClosedTabPFNV3):
-        x, y = with_structure(x_R1C, y_N1, structure or Structure())
-        return model.x_embed(model._preprocess_and_group(x, y, n, None)[0])
-    grouped, y_1NE, _ = model._preprocess_and_group(x_R1C, y_N1, n, None)
-    cells = model.x_embed(grouped)
-    return torch.cat([cells[:, :n] + y_1NE.unsqueeze(2), cells[:, n:]], dim=1)
-
-
-def predicted_means(model: TabPFNV3, logits: Tensor) -> Tensor:
-    """Means of the bar distributions, in the unit of the targets, which is their standard deviation."""
-    return FullSupportBarDistribution(model.regression_borders).mean(logits)
-
-
-def draw_insertion(
-    rng: np.random.Generator, kinds: Sequence[str], sizes: tuple[int, int, int], *, behind: bool = False
-) -> Insertion:
-    """NULLs of some kinds, of each up to as many as there are, at random places.
-
-    sizes are (train rows, test rows, columns); `behind` puts columns behind the old ones.
-    """
-    longer = dict(zip(KINDS, sizes, strict=True))
-    for kind in kinds:
-        longer[kind] += int(rng.integers(1, longer[kind] + 1))
-    places = [np.sort(rng.choice(longer[k], size, replace=False)) for k, size in zip(KINDS, sizes, strict=True)]
-    if behind:
-        places[2] = np.arange(sizes[2])
-    train, test, columns = places
-    num_train = longer["train rows"]
-    rows = torch.tensor(np.concatenate([train, num_train + test]))
-    return Insertion(rows, torch.tensor(columns), (num_train + longer["test rows"], longer["columns"]), num_train)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A table as the model takes it: x (R, 1, C), the targets of its train rows (N, 1), standardised."""
-
-    x_R1C: Tensor
-    y_N1: Tensor
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """Train rows, test rows, columns."""
-        return len(self.y_N1), len(self.x_R1C) - len(self.y_N1), self.x_R1C.shape[2]
-
-
-def draw_cases(tables: int, device: str) -> list[Case]:
-    """Synthetic tables of 20 to 500 rows and 2 to 30 columns, two thirds of the rows to train on."""
-    cases = []
-    for i in range(tables):
-        rng = np.random.default_rng([AUDIT_SEED, i])
-        rows, columns = (int(np.exp(rng.uniform(np.log(a), np.log(b + 1)))) for a, b in ((20, 500), (2, 30)))
-        table = draw_table(rng, rows, columns)
-        y = table.y[: rows * 2 // 3]
-        x, y = (torch.tensor(v, dtype=torch.float32, device=device) for v in (table.X, (y - y.mean()) / y.std()))
-        cases.append(Case(x.unsqueeze(1), y.unsqueeze(1)))
-    return cases
-
-
-def insert_at_input(
-    model: TabPFNV3, case: Case, insertion: Insertion, rng: np.random.Generator
-) -> tuple[Tensor, Tensor, Structure | None]:
-    """(x, y, structure) with NULLs: for a closed model garbage and a structure, else zeros and `None`."""
-    closed, device = isinstance(model, ClosedTabPFNV3), case.x_R1C.device
-    (R, C), rows, columns = insertion.shape, insertion.rows, insertion.columns
-    scale = 1e3 if closed else 0.0
-    x_R1C, y_N1 = (
-        torch.tensor(scale * rng.standard_normal(shape), dtype=torch.float32, device=device)
-        for shape in ((R, 1, C), (insertion.num_train, 1))
+def draw_insertion(rng: np.random.Generator, kinds: Iterable[str], sizes: tuple[int, int, int]) -> Insertion:
+    """NULLs of the given kinds, of each at least one and up to as many as there are, at random places."""
+    longer = [size + int(rng.integers(1, size + 1)) * (kind in kinds) for kind, size in zip(KINDS, sizes, strict=True)]
+    train, test, columns = (
+        torch.tensor(np.sort(rng.choice(total, size, replace=False))) for total, size in zip(longer, sizes, strict=True)
     )
-    x_R1C[rows[:, None], 0, columns] = case.x_R1C[:, 0]
-    y_N1[rows[: len(case.y_N1)]] = case.y_N1
-    if not closed:
-        return x_R1C, y_N1, None
-    rows_BR, columns_BC = (torch.zeros(1, size, dtype=torch.bool, device=device) for size in (R, C))
-    rows_BR[0, rows], columns_BC[0, columns] = True, True
-    return x_R1C, y_N1, Structure(rows_BR, columns_BC)
+    return Insertion(torch.cat([train, longer[0] + test]), columns, (longer[0] + longer[1], longer[2]), longer[0])
 
 
-def live_shift(model: TabPFNV3, case: Case, kinds: Sequence[str], rng: np.random.Generator) -> float:
-    """Largest shift of a live prediction, end to end, in standard deviations of the target."""
-    insertion = draw_insertion(rng, kinds, case.sizes)
-    x, y, structure = insert_at_input(model, case, insertion, rng)
-    n = len(case.y_N1)
-    longer = model(x, y, structure=structure) if structure else model(x, y)
-    test = insertion.rows[n:] - insertion.num_train
-    moved = predicted_means(model, longer[test, 0]) - predicted_means(model, model(case.x_R1C, case.y_N1)[:, 0])
+# ---- What NULLs do ------------------------------------------------------------------------------
+
+
+def live_shift(model: TabPFNV3, case: Case, insertion: Insertion) -> float:
+    """Largest shift of a predicted mean by NULLs in the input, in standard deviations of the target."""
+    n, means = len(case.y_N1), predicted_means(model, model(case.x_R1C, case.y_N1)[:, 0])
+    if isinstance(model, ClosedTabPFNV3):
+        logits = model(*insertion.inputs(case, _GARBAGE), structure=insertion.structure(case.x_R1C.device))
+    else:
+        logits = model(*insertion.inputs(case, _ZERO))
+    moved = predicted_means(model, logits[insertion.rows[n:] - insertion.num_train, 0]) - means
     return moved.abs().max().item()
 
 
-def audit_boundaries(model: TabPFNV3, case: Case, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """One row a boundary and kind of NULL that is inserted there.
+@dataclass(frozen=True)
+class Passage:
+    """What NULLs that are inserted in front of a stage do behind it.
 
-    `shift`: of the old tokens behind the stage, relative to the largest state; `null_norm`: the
-    largest norm of a NULL there; `prediction_shift`: of the predicted means at the end of the model.
+    Attributes:
+        h: The state behind the stage.
+        insertion: Where the NULLs are in it.
+        shift: Largest shift of an old token's entry, relative to the largest entry.
+        null_norm: Largest norm of a NULL.
     """
-    run, closed, n = stages(model), isinstance(model, ClosedTabPFNV3), len(case.y_N1)
+
+    h: Tensor
+    insertion: Insertion
+    shift: float
+    null_norm: float
+
+
+def pass_boundary(
+    model: TabPFNV3, boundary: str, case: Case, before: Tensor | None, insertion: Insertion, fill: float
+) -> Passage:
+    """Run one stage with NULLs and without, on the state `before` it, or on the input, where they hold `fill`."""
+    n, y_N1 = len(case.y_N1), case.y_N1
+    if before is None:
+        live = embed_cells(model, case.x_R1C, y_N1)
+        h = embed_cells(model, *insertion.inputs(case, fill), insertion.structure(live.device))
+        insertion = insertion.packed() if isinstance(model, ClosedTabPFNV3) else insertion
+    else:
+        stage = stages(model)[boundary]
+        live = stage(before, n, y_N1)
+        h = stage(insertion.into(before), insertion.num_train, insertion.targets(y_N1))
+    shift = (insertion.old(h) - live).abs().max() / live.abs().max()
+    return Passage(h, insertion, shift.item(), insertion.null_norm(h))
+
+
+def audit_boundaries(
+    model: TabPFNV3, reference: ClosedTabPFNV3, case: Case, rng: np.random.Generator
+) -> Iterator[dict[str, Any]]:
+    """Insert NULLs of each kind at each boundary, at random places.
+
+    Args:
+        model: A host or a variant.
+        reference: `reference_of` the closed variant of the same weights, in which parts are switched.
+        case: A table.
+        rng: Draws how many NULLs there are, and where.
+
+    Yields:
+        `boundary`, the stage behind it by its name in the model, or `input`; `inserted`, one of
+        `KINDS`; `shift` and `null_norm` as of `Passage`, at the input of the whole door;
+        `prediction_shift`, the largest shift of a predicted mean at the end, in standard deviations of
+        the target; `leaks`, the parts at fault and what they do, in words.
+    """
+    run, n, closed = stages(model), len(case.y_N1), isinstance(model, ClosedTabPFNV3)
     states = [embed_cells(model, case.x_R1C, case.y_N1)]
     for stage in run.values():
         states.append(stage(states[-1], n, case.y_N1))
     means = predicted_means(model, model.output_projection(states[-1][0, n:]))
     for kind in KINDS:
-        for i, boundary in enumerate([INPUT, *run]):
-            if kind == "columns" and i > 0 and states[i - 1].dim() == 3:
+        for i, (boundary, before) in enumerate(zip([INPUT, *run], [None, *states], strict=False)):
+            if kind == "columns" and before is not None and before.dim() == 3:
                 break  # rows have no columns any more
-            # The closed model's door packs the live columns first; others have no door.
-            insertion = draw_insertion(rng, [kind], case.sizes, behind=closed)
-            y = insertion.targets(case.y_N1)
-            if i == 0:
-                h = embed_cells(model, *insert_at_input(model, case, insertion, rng))
-            else:
-                h = run[boundary](insertion.into(states[i - 1]), insertion.num_train, y)
-            shift = (insertion.old(h) - states[i]).abs().max() / states[i].abs().max()
-            row = {"boundary": boundary, "inserted": kind, "shift": shift.item(), "null_norm": insertion.null_norm(h)}
-            for stage in list(run.values())[i:]:
-                h = stage(h, insertion.num_train, y)
+            insertion = draw_insertion(rng, [kind], case.sizes)
+            if closed and before is not None:
+                insertion = insertion.packed()
+            at: tuple[Any, ...] = (boundary, case, before, insertion, _GARBAGE if closed else _ZERO)
+            behind = pass_boundary(model, *at)
+            h, insertion = behind.h, behind.insertion
+            for stage in [*run.values()][i:]:
+                h = stage(h, insertion.num_train, insertion.targets(case.y_N1))
             moved = predicted_means(model, model.output_projection(h[0, insertion.rows[n:]])) - means
-            yield {**row, "prediction_shift": moved.abs().max().item()}
+            leaks = max(behind.shift, behind.null_norm) > LEAK
+            yield {
+                "boundary": boundary,
+                "inserted": kind,
+                "shift": behind.shift,
+                "null_norm": behind.null_norm,
+                "prediction_shift": moved.abs().max().item(),
+                "leaks": list(leaking_parts(model, reference, at)) if leaks else [],
+            }
 
 
 # ---- Switching parts ----------------------------------------------------------------------------
 
 
-class _CountingScaler(ClosedTabPFNV3):
-    @staticmethod
-    def _scaler_statistics(x_RBC, exists_RBC, num_train):
-        return ClosedTabPFNV3._scaler_statistics(x_RBC, torch.ones_like(exists_RBC), num_train)
+class _NoRotation(tabpfn_v3.RotaryEmbedding):
+    def rotate_queries_or_keys(self, t_BHSD: Tensor) -> Tensor:
+        return t_BHSD
+
+
+class _NoScaling(tabpfn_v3.SoftmaxScalingMLP):
+    def forward(self, q_BSHD: Tensor, n: int | Tensor) -> Tensor:
+        return q_BSHD
+
+
+# What the host does at its input, each in the closed model by itself: the host's own door does not run there.
+
+
+class _ScalingOfAll(ClosedTabPFNV3):
+    def _preprocess_and_group(
+        self, rows_RiBC: Tensor, y: Tensor, num_train: int, scaler_cache: dict[str, Tensor] | None
+    ) -> tuple[Tensor, None, dict[str, Tensor]]:
+        x_RBC, exists_RBC = rows_RiBC.chunk(2, dim=-1)
+        every_row = torch.cat([x_RBC, exists_RBC.amax(dim=0).expand_as(x_RBC)], dim=-1)
+        F = self.x_embed.in_features
+        cells = super()._preprocess_and_group(rows_RiBC, y, num_train, scaler_cache)[0]
+        scaled, _, scaler_cache = super()._preprocess_and_group(every_row, y, num_train, scaler_cache)
+        return torch.cat([scaled[..., :F], cells[..., F:]], dim=-1), None, scaler_cache
 
 
 class _GroupingOfAll(ClosedTabPFNV3):
     @staticmethod
-    def _shifted_columns(columns_BC, live_B1, shift):
+    def _shifted_columns(columns_BC: Tensor, live_B1: Tensor, shift: int) -> Tensor:
         return (columns_BC + shift) % columns_BC.shape[1]
 
 
 class _BiasForAll(OCellEmbedding):
     def forward(self, cell_BRCF: Tensor) -> Tensor:
-        present = torch.ones_like(cell_BRCF[..., :1])
         F = self.in_features
+        present = torch.ones_like(cell_BRCF[..., :1])
         return super().forward(torch.cat([cell_BRCF[..., :F], present, cell_BRCF[..., F + 1 :]], dim=-1))
 
 
@@ -280,28 +342,54 @@ class _TargetForAll(OCellEmbedding):
         return super().forward(cell_BRCF[..., : F + 1]) + train * self.target(y)
 
 
-# Parts of the input, by name, as (module, its class with that part as the host has it).
-_INPUT_PARTS: dict[str, tuple[str, type[nn.Module]]] = {
-    "standard scaler": ("", _CountingScaler),
-    "grouping": ("", _GroupingOfAll),
-    "x_embed": ("x_embed", _BiasForAll),
-    "col_y_encoder": ("x_embed", _TargetForAll),
+Classes = dict[str, type[nn.Module]]
+
+# Parts of the host's input, as (module -> class) of the closed model.
+_INPUT_PARTS: dict[str, Classes] = {
+    "standard_scaler": {"": _ScalingOfAll},
+    "grouping": {"": _GroupingOfAll},
+    "x_embed": {"x_embed": _BiasForAll},
+    "col_y_encoder": {"x_embed": _TargetForAll},
+}
+
+# Run only in a block of their own kind, and are switched together with it.
+_OF_A_BLOCK = (CarrierNorm, OAttention, OCrossAttention, OICLAttention)
+
+# What a part with a leak does to old tokens, and what it does to a NULL, by its class.
+_MOVES, _WAKES = "moves old tokens", "gives a NULL a state"
+_SOFTMAX = ("gives a NULL source the weight exp(0)", "gives a NULL receiver the mean of its values")
+WORDS: dict[type[nn.Module], tuple[str, str]] = {
+    _ScalingOfAll: (
+        "takes mean and deviation over all train rows, and counts a NULL",
+        "takes the mean off every row, a NULL one too",
+    ),
+    _GroupingOfAll: (
+        "embeds a cell together with those of other columns, NULL ones too",
+        "embeds a NULL cell together with those of other columns",
+    ),
+    _BiasForAll: (_MOVES, "adds its bias to every cell, a NULL one too"),
+    _TargetForAll: (_MOVES, "adds the embedded target to every cell of a train row, a NULL one too"),
+    tabpfn_v3.SoftmaxScalingMLP: ("scales queries by the number of keys, and counts a NULL", _WAKES),
+    tabpfn_v3.CrossAttentionBlock: _SOFTMAX,
+    tabpfn_v3.TransformerBlock: _SOFTMAX,
+    tabpfn_v3.ICLTransformerBlock: _SOFTMAX,
+    tabpfn_v3.ColumnAggregator: (_MOVES, "puts CLS tokens in front of every row, a NULL one too"),
+    tabpfn_v3.RotaryEmbedding: ("turns a column by its position, which a NULL in front of it changes", _WAKES),
+    nn.Linear: (_MOVES, "adds the embedded target to every train row, a NULL one too"),
 }
 
 
-# RoPE is no module of another class in the closed model, whose door puts live columns first: it is
-# switched by putting NULL columns between the others.
-_ROPE = "column_aggregator.rope"
-
-
-class _NoScaling(tabpfn_v3.SoftmaxScalingMLP):
-    def forward(self, q_BSHD: Tensor, n: int) -> Tensor:
-        return q_BSHD
+def reference_of(closed: TabPFNV3) -> ClosedTabPFNV3:
+    """A copy of a closed model in which columns have no position, so that NULLs may be between others."""
+    reference = cast(ClosedTabPFNV3, copy.deepcopy(closed))
+    if reference.column_aggregator.rope is not None:
+        reference.column_aggregator.rope.__class__ = _NoRotation
+    return reference
 
 
 @contextmanager
-def _classes(model: nn.Module, classes: dict[str, type[nn.Module]]) -> Iterator[None]:
-    """Give modules other classes, for a time."""
+def switched(model: nn.Module, classes: Classes) -> Iterator[None]:
+    """Give modules, by name, other classes for a time."""
     before = {name: type(model.get_submodule(name)) for name in classes}
     try:
         for name, other in classes.items():
@@ -312,144 +400,200 @@ def _classes(model: nn.Module, classes: dict[str, type[nn.Module]]) -> Iterator[
             model.get_submodule(name).__class__ = own
 
 
-def _parts(closed: ClosedTabPFNV3, boundary: str) -> dict[str, dict[str, type[nn.Module]]]:
-    """The parts that the closed model and its host differ in at a boundary: part -> classes to switch."""
-    if boundary == INPUT:
-        return {part: {module: other} for part, (module, other) in _INPUT_PARTS.items()}
-    within = {
-        name: module for name, module in closed.named_modules() if name == boundary or name.startswith(f"{boundary}.")
-    }
-    switched = {name: host_class(module) for name, module in within.items() if host_class(module) is not type(module)}
-    parts = {name: {name: other} for name, other in switched.items()}
-    for name, other in switched.items():
-        if other in CARRIERS and other is not tabpfn_v3.ColumnAggregator:
-            # An attention runs only in its own kind of block: the two are one part.
-            parts[name] = {n: c for n, c in switched.items() if n == name or n.startswith(f"{name}.")}
-    if boundary == "column_aggregator" and closed.column_aggregator.rope is not None:
-        parts[_ROPE] = {}
-    return parts
-
-
-def leaking_parts(closed: ClosedTabPFNV3, cases: Sequence[Case]) -> pd.DataFrame:
-    """Which parts of the host let a NULL through, each switched alone in the closed model.
+def parts(model: TabPFNV3, reference: ClosedTabPFNV3, boundary: str) -> dict[str, Classes]:
+    """The parts in which a model differs from the closed one behind a boundary.
 
     Returns:
-        A row a boundary, kind of NULL and part that leaks: `boundary`, `inserted`, `part`, `leak`
-        (the larger of shift and null_norm).
+        For each part, by its name in the model, the modules and classes to switch in the reference. The
+        first is the part itself.
     """
-    states: list[list[Tensor]] = []
-    for case in cases:
-        states.append([embed_cells(closed, case.x_R1C, case.y_N1)])
-        for stage in stages(closed).values():
-            states[-1].append(stage(states[-1][-1], len(case.y_N1), case.y_N1))
-    rows = []
-    for i, boundary in enumerate([INPUT, *stages(closed)]):
-        for part, classes in _parts(closed, boundary).items():
-            # A block is switched without its query scaling, which is a part of its own.
-            scalings = [name for name in classes if name.endswith(".softmax_scaling_layer") and name != part]
-            unscaled = dict.fromkeys(scalings, _NoScaling)
-            try:
-                with _classes(closed, {**classes, **unscaled}):
-                    for case, before in zip(cases, states, strict=True):
-                        state = before[i - 1] if i else None
-                        for kind, leak in _stage_leaks(closed, boundary, part, case, state):
-                            rows.append({"boundary": boundary, "inserted": kind, "part": part, "leak": leak})
-            except (TypeError, AttributeError):
-                continue  # it runs only together with its block, which is switched as a whole
-    frame = pd.DataFrame(rows).groupby(["boundary", "inserted", "part"], sort=False, as_index=False).max()
-    return frame[frame["leak"] > LEAK].reset_index(drop=True)
-
-
-def _stage_leaks(
-    model: TabPFNV3, boundary: str, part: str, case: Case, state: Tensor | None
-) -> Iterator[tuple[str, float]]:
-    """(kind of NULL, leak) of one stage of the model as it is now, run on a state, or on its input."""
-    rng, n = np.random.default_rng(0), len(case.y_N1)
-    stage = stages(model).get(boundary)
-    live = embed_cells(model, case.x_R1C, case.y_N1) if stage is None else stage(state, n, case.y_N1)
-    for kind in KINDS:
-        if kind == "columns" and state is not None and state.dim() == 3:
+    if boundary == INPUT and not isinstance(model, ClosedTabPFNV3):
+        return _INPUT_PARTS
+    root = "x_embed" if boundary == INPUT else boundary
+    inside = {
+        f"{root}.{name}" if name else root: module for name, module in reference.get_submodule(root).named_modules()
+    }
+    differing = {name: type(model.get_submodule(name)) for name in inside}
+    differing = {name: other for name, other in differing.items() if other is not type(inside[name])}
+    found: dict[str, Classes] = {}
+    for name, other in differing.items():
+        if type(inside[name]) in _OF_A_BLOCK:
             continue
-        insertion = draw_insertion(rng, [kind], case.sizes, behind=part != _ROPE)
-        if stage is None:
-            h = embed_cells(model, *insert_at_input(model, case, insertion, rng))
-        else:
-            h = stage(insertion.into(state), insertion.num_train, insertion.targets(case.y_N1))
-        shift = (insertion.old(h) - live).abs().max() / live.abs().max()
-        yield kind, max(shift.item(), insertion.null_norm(h))
+        found[name] = {name: other}
+        for child, other in differing.items():
+            if child.rpartition(".")[0] == name and type(inside[child]) in _OF_A_BLOCK:
+                found[name][child] = other
+                # The query scaling of an attention is a part of its own.
+                scaling = f"{child}.softmax_scaling_layer"
+                if scaling in inside:
+                    found[name][scaling] = _NoScaling
+    return found
+
+
+def leaking_parts(model: TabPFNV3, reference: ClosedTabPFNV3, at: tuple[Any, ...]) -> Iterator[str]:
+    """The parts of a model that let a NULL through, each switched alone in the reference, in words.
+
+    `at`: the arguments of `pass_boundary` behind the model.
+    """
+    for part, classes in parts(model, reference, at[0]).items():
+        with switched(reference, classes):
+            behind = pass_boundary(reference, *at)
+        moves, wakes = WORDS.get(next(iter(classes.values())), (_MOVES, _WAKES))
+        if behind.shift > LEAK:
+            yield f"{part} {moves}"
+        if behind.null_norm > LEAK:
+            yield f"{part} {wakes}"
+
+
+# ---- The audit ----------------------------------------------------------------------------------
+
+
+def audit_model(
+    model: TabPFNV3,
+    reference: ClosedTabPFNV3,
+    cases: Sequence[Case],
+    on_case: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """What `audit` finds of one model; `reference` as of `audit_boundaries`. `on_case` gets 1, 2, ..."""
+    rng = np.random.default_rng(AUDIT_SEED)
+    rows: list[dict[str, Any]] = []
+    shifts = {kind: 0.0 for kind in (*KINDS, "all")}
+    with torch.inference_mode():
+        for i, case in enumerate(cases):
+            if on_case is not None:
+                on_case(i + 1)
+            rows.extend(audit_boundaries(model, reference, case, rng))
+            for kind in shifts:
+                insertion = draw_insertion(rng, KINDS if kind == "all" else [kind], case.sizes)
+                shifts[kind] = max(shifts[kind], live_shift(model, case, insertion))
+    groups = pd.DataFrame(rows).groupby(["boundary", "inserted"], sort=False)
+    boundaries = groups[["shift", "null_norm", "prediction_shift"]].max()
+    boundaries["leaks"] = [[*dict.fromkeys(itertools.chain(*leaks))] for _, leaks in groups["leaks"]]
+    return {
+        "max_live_shift": max(shifts.values()),
+        "live_shift": shifts,
+        "max_null_norm": float(boundaries["null_norm"].max()),
+        "boundaries": boundaries.reset_index().to_dict("records"),
+    }
 
 
 def audit(
     host: Host,
     variants: Sequence[str] = tuple(VARIANTS),
     *,
-    tables: int = 4,
+    tables: int = DEFAULT_TABLES,
     device: str = "cpu",
     on_step: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Audit a host and its variants, calibrated with the default settings.
+    """Audit a host and its variants in float32, calibrated with the default settings.
 
     Args:
         host: Any v3 regressor; it is audited first, whatever the variants.
         variants: Any of `VARIANTS`.
-        tables: Synthetic tables; figures are the largest over them.
+        tables: Synthetic tables (`draw_cases`), at least 1; figures are the largest over them.
         device: `cpu` or `cuda`.
-        on_step: Called with a line of text after each step.
+        on_step: Called with a line of text at each step.
 
     Returns:
-        `host`, `tables`, and under `variants` for each: `max_live_shift` (of a predicted mean, end to
-        end, in standard deviations of the target) and `live_shift` by kind of NULL;
-        `max_null_norm`, the largest norm of a NULL behind any boundary; and `boundaries`, records as
-        of `audit_boundaries`, the largest over tables, each with `leaks`: the parts at fault, in words.
+        `host`, its name, `tables`, and under `variants` for each: `live_shift`, the largest shift of a
+        predicted mean end to end, in standard deviations of the target, by kind of NULL in the input and for
+        `all` at once; `max_live_shift`, the largest of them; `max_null_norm`, the largest norm of a
+        NULL behind any boundary; `boundaries`, records as of `audit_boundaries`.
+
+    Raises:
+        ValueError: An unknown variant.
     """
     tell = on_step or (lambda line: None)
+    variants = list(dict.fromkeys(variants))
+    for variant in variants:
+        check_variant(variant)
     cases = draw_cases(tables, device)
-    tell("calibrating")
+    tell("Calibrating")
     squared_norms = measure(host, device=device)
-    models: dict[str, Any] = {HOST: host.specs().model}
-    for variant in dict.fromkeys([*variants, "closed"]):
-        models[variant] = patch(host, variant, squared_norms=squared_norms).specs.model
-    models = {name: model.to(device).eval() for name, model in models.items()}
-    found: dict[str, Any] = {}
-    with torch.inference_mode():
-        tell("switching parts")
-        parts = leaking_parts(models["closed"], cases[:2])
-        for name in [HOST, *dict.fromkeys(variants)]:
-            rng = np.random.default_rng(AUDIT_SEED)
-            model, rows, shifts = models[name], [], dict.fromkeys([*KINDS, "all"], 0.0)
-            for i, case in enumerate(cases):
-                tell(f"{name}, table {i + 1} of {tables}")
-                rows.extend(audit_boundaries(model, case, rng))
-                for kind in shifts:
-                    kinds = KINDS if kind == "all" else [kind]
-                    shifts[kind] = max(shifts[kind], live_shift(model, case, kinds, rng))
-            frame = pd.DataFrame(rows).groupby(["boundary", "inserted"], sort=False, as_index=False).max()
-            boundaries = frame.to_dict("records")
-            for record in boundaries:
-                record["leaks"] = _leaks(model, record, parts)
-            found[name] = {
-                "max_live_shift": max(shifts.values()),
-                "live_shift": shifts,
-                "max_null_norm": float(frame["null_norm"].max()),
-                "boundaries": boundaries,
-            }
+    models = {HOST: host.specs().model}
+    models |= {variant: patch(host, variant, squared_norms=squared_norms).model for variant in variants}
+    reference = reference_of(patch(host, "closed", squared_norms=squared_norms).model).to(device)
+    found = {}
+    for name, model in models.items():
+
+        def on_case(i: int, name: str = name) -> None:
+            tell(f"Auditing {name}, table {i} of {tables}")
+
+        found[name] = audit_model(model.to(device).eval(), reference.eval(), cases, on_case)
     return {"host": host.name, "tables": tables, "variants": found}
 
 
-def _leaks(model: TabPFNV3, record: dict[str, Any], parts: pd.DataFrame) -> list[str]:
-    """The parts at fault for what a boundary's record shows: those that leak alone, and are open here."""
-    if max(record["shift"], record["null_norm"]) <= LEAK:
-        return []
-    here = parts[(parts["boundary"] == record["boundary"]) & (parts["inserted"] == record["inserted"])]
-    return [f"{part} {_words(model, part)}" for part in here["part"] if _is_open(model, part)]
+# ---- What it prints -----------------------------------------------------------------------------
 
 
-def _is_open(model: TabPFNV3, part: str) -> bool:
-    if part in _INPUT_PARTS or part == _ROPE:
-        return not isinstance(model, ClosedTabPFNV3)
-    module = model.get_submodule(part)
-    return type(module) is host_class(module)
+def summary_cells(found: dict[str, Any]) -> Cells:
+    """Header and cells of the summary table, of what `audit` returned: a row a variant."""
+    rows = [
+        [name, *(_figure(v["live_shift"][kind]) for kind in (*KINDS, "all")), _figure(v["max_null_norm"])]
+        for name, v in found["variants"].items()
+    ]
+    return ["", *KINDS, "all at once", "NULL norm"], rows
 
 
-def _words(model: TabPFNV3, part: str) -> str:
-    return WORDS[part] if part in WORDS else WORDS[host_class(model.get_submodule(part)).__name__]
+def boundary_cells(found: dict[str, Any]) -> Cells:
+    """Header and cells of the table by boundary, narrow: shift and NULL norm, the largest over `KINDS`."""
+    frames = {name: pd.DataFrame(v["boundaries"]) for name, v in found["variants"].items()}
+    figures = pd.concat(
+        {name: f.groupby("boundary", sort=False)[["shift", "null_norm"]].max() for name, f in frames.items()}, axis=1
+    )
+    header = [f"{name}\n{what}" for name in frames for what in ("shift", "NULL")]
+    return ["", *header], [
+        [_short(str(boundary)), *map(_figure, row)]
+        for boundary, row in zip(figures.index, figures.to_numpy(), strict=True)
+    ]
+
+
+def leak_rows(found: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """Where and what leaks, in words, by the variants that it is found in.
+
+    Equal findings at consecutive blocks are one.
+    """
+    variants: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, v in found["variants"].items():
+        variants.setdefault(tuple(_leak_rows(v["boundaries"])), []).append(name)
+    return {", ".join(names): [list(row) for row in rows] for rows, names in variants.items()}
+
+
+def _leak_rows(boundaries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    kinds: dict[str, dict[str, list[str]]] = {}
+    for record in boundaries:
+        leaks = kinds.setdefault(record["boundary"], {})
+        for leak in record["leaks"]:
+            # A part of a stage without the stage's name, which stands beside it.
+            leaks.setdefault(leak.removeprefix(record["boundary"]).lstrip(". "), []).append(record["inserted"])
+
+    def of_stack(item: tuple[str, dict[str, list[str]]]) -> tuple[str, Any]:
+        stack, _, index = item[0].rpartition(".")
+        return (stack if index.isdigit() else item[0]), item[1]
+
+    for (_, leaks), stages_alike in itertools.groupby(kinds.items(), key=of_stack):
+        first, *others = [name for name, _ in stages_alike]
+        place = _short(first) + (f" to {others[-1].rpartition('.')[2]}" if others else "")
+        for leak, inserted in leaks.items():
+            yield place, f"{leak} ({', '.join(inserted)})"
+
+
+def notes() -> str:
+    """What a reader of the tables has to know."""
+    short = ", ".join(f"{short} = {name}" for name, short in list(SHORT_NAMES.items())[:3])
+    return (
+        "Figures are the largest over tables; NULLs are up to as many again, at random places. Shift of a prediction: "
+        "of its mean, in standard deviations of the target; of an old token: relative to the largest entry of its "
+        "state. In brackets: the NULLs with which a part leaks. A part is named if it alone lets a NULL through "
+        f"in the closed model. {short}."
+    )
+
+
+def _short(name: str) -> str:
+    for long, short in SHORT_NAMES.items():
+        name = name.replace(long, short)
+    return name
+
+
+def _figure(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.2g}"

@@ -127,7 +127,7 @@ def with_structure(x_RBC: Tensor, y_NB: Tensor | None, structure: Structure) -> 
         rows_RB = structure.rows_BR.T
         exists_RBC = exists_RBC * rows_RB.unsqueeze(-1)
         if y_NB is not None:
-            y_NB = torch.where(rows_RB[: len(y_NB)], y_NB.reshape(len(y_NB), -1), torch.nan)
+            y_NB = torch.where(rows_RB[: len(y_NB)], y_NB.unsqueeze(-1).flatten(1), torch.nan)
     return torch.cat([x_RBC, exists_RBC], dim=-1), y_NB
 
 

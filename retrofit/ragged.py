@@ -1,8 +1,8 @@
 """Predict many tables of any sizes: members of all tables padded into shared forward passes.
 
-Everything but the forward pass is TabPFN's own: each table is fitted by a `TabPFNRegressor` and decoded by
-its `predict`. In between, the ensemble members of many tables are padded with NULL rows and columns, which
-a closed retrofit does not see (docs/theory.md), and go through the model together.
+Everything but the forward pass is TabPFN's own: each table is fitted by a `TabPFNRegressor` of its own, and
+its logits are decoded by that. In between, the ensemble members of many tables are padded with NULL rows and
+columns, which do not exist for a closed retrofit (docs/theory.md), and go through the model together.
 
 Shapes: B members in a batch, R rows of a member, N of them train and M test rows, C columns after
 preprocessing.
@@ -51,9 +51,10 @@ _TABLES_FOR_PROCESSES = 200
 _CHUNK_LOGITS = 2**27
 
 # By device: what starting one forward pass costs, in multiply-adds it could have done instead, and the cells
-# beyond which a larger batch gains nothing (CPU: it leaves the cache) or is in danger of the memory.
+# beyond which a larger batch gains nothing. Orders of magnitude: on one CPU core the bundled host takes 10 ms a
+# pass and does 15 G multiply-adds a second, and batches of more cells leave the cache; CUDA is an estimate.
 _LAUNCH = {"cpu": 2e8, "cuda": 2e11}
-_MAX_CELLS = {"cpu": 2**14, "cuda": 2**20}
+_MAX_CELLS = {"cpu": 2**13, "cuda": 2**20}
 
 
 class TableError(ValueError):
@@ -188,27 +189,22 @@ def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_P
 
 
 class _Engine:
-    """Takes the engine's place in a fitted regressor: first it notes what goes in, then gives what came out."""
+    """Takes the engine's place in a fitted regressor: notes what goes into the model, has what came out."""
 
     def __init__(self, engine: Any) -> None:
         self.members = engine.ensemble_members
         self.X_tests: list[Any] = []
         self.outputs: list[Any] = []
 
-    def iter_outputs(self, X: Any, **_: Any) -> Iterator[tuple[Tensor, Any]]:
-        if self.outputs:
-            yield from zip(self.outputs, (member.config for member in self.members), strict=True)
-        else:
-            self.X_tests = [member.transform_X_test(X) for member in self.members]
-
-    def use_torch_inference_mode(self, *, use_inference: bool) -> None:
-        """Inference is all there is."""
+    def iter_outputs(self, X: Any, **_: Any) -> Iterator[Any]:
+        self.X_tests = [member.transform_X_test(X) for member in self.members]
+        return iter(())
 
     def to(self, *_: Any) -> None:
         """There is no model to move."""
 
 
-def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -> TabPFNRegressor | Exception:
+def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -> TabPFNRegressor | ValueError:
     """A regressor fitted on one table, whose engine holds the preprocessed members; or what was wrong.
 
     Runs in a worker process: on the CPU, and without the model, which `options` hold a stand-in of.
@@ -225,10 +221,35 @@ def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -
             # The way of `predict` to the engine, without its decoding.
             regressor.get_embeddings(X_test)
     except Exception as error:
-        return error
+        # As a plain exception: not all survive the way back from a process.
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return ValueError(f"{kind}{error}").with_traceback(error.__traceback__)
     del regressor.ensemble_preprocessor_
     engine.members = [dataclasses.replace(member, cpu_preprocessor=None) for member in engine.members]
     return regressor
+
+
+def _decode(regressor: TabPFNRegressor, n_test: int, output_type: str, quantiles: list[float]) -> Any:
+    """What `predict` would return, from the members' logits, by the steps of `predict_batched`."""
+    if regressor.is_constant_target_:
+        return regressor._handle_constant_target(n_test, output_type, quantiles)  # type: ignore[arg-type]
+    criterion, engine = regressor.znorm_space_bardist_, regressor.executor_
+    std_borders = criterion.borders.cpu().numpy()
+    total: Any = 0
+    for member, logits_ML in zip(engine.members, engine.outputs, strict=True):
+        total = total + regressor._translate_batched_logits(
+            output=logits_ML, config=member.config, znorm_borders=criterion.borders, std_borders=std_borders
+        )
+    return regressor._decode_batched_dataset(
+        accumulated_logits=total,
+        n_estimators=len(engine.members),
+        raw_space_bardist=regressor.raw_space_bardist_,
+        znorm_space_bardist=criterion,
+        y_mean=regressor.y_train_mean_,
+        y_std=regressor.y_train_std_,
+        output_type=output_type,  # type: ignore[arg-type]
+        quantiles=quantiles,
+    )
 
 
 # ---- Many members: the forward passes ------------------------------------------------------------
@@ -444,7 +465,8 @@ def predict_ragged(
     # Said now as `predict` would say it, not after the forward passes.
     if output_type not in _OUTPUT_TYPES:
         raise ValueError(f"output_type is one of {', '.join(_OUTPUT_TYPES)}, not {output_type!r}")
-    if not all(isinstance(q, float) and 0 <= q <= 1 for q in quantiles or ()):
+    quantiles = _QUANTILES if quantiles is None else quantiles
+    if not all(isinstance(q, float) and 0 <= q <= 1 for q in quantiles):
         raise ValueError(f"quantiles are floats between 0 and 1, got {quantiles}")
 
     report = RaggedReport() if report is None else report
@@ -488,7 +510,7 @@ def predict_ragged(
             del chunk[index]
         with report._timed("decoding"):
             for index, regressor in chunk.items():
-                results[index] = regressor.predict(tables[index][2], output_type=output_type, quantiles=quantiles)
+                results[index] = _decode(regressor, len(tables[index][2]), output_type, quantiles)
         report.tables += len(chunk)
         if on_tables is not None:
             on_tables(len(tables) - len(waiting))
@@ -533,7 +555,7 @@ def _prepare_all(
     seeds: list[int],
     order: list[int],
     n_jobs: int | None,
-) -> Iterator[TabPFNRegressor | Exception]:
+) -> Iterator[TabPFNRegressor | ValueError]:
     """The tables' regressors in the given order, prepared ahead in processes of one thread each.
 
     Processes, as most of it is Python.

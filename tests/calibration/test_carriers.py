@@ -1,4 +1,4 @@
-"""Carrier statistics against what the norms of the model are seen to receive."""
+"""Carrier statistics against what the norms and the doors of the model are seen to receive."""
 
 import copy
 
@@ -10,7 +10,7 @@ from tabpfn.architectures import tabpfn_v3
 
 from oretrofit import patch
 from oretrofit.calibration import carriers as module
-from oretrofit.calibration.carriers import calibration_tables, measure_carriers
+from oretrofit.calibration.carriers import calibration_tables, measure_carriers, predict_table
 from oretrofit.retrofit.api import measure
 from oretrofit.retrofit.patcher import carriers
 
@@ -57,6 +57,36 @@ def test_statistics_are_what_the_norms_receive(tiny_host, tables, names, monkeyp
         np.testing.assert_allclose(np.sort(values), np.sort(expected), rtol=1e-5)
 
 
+def test_doors_are_measured_where_something_is_added(tiny_host, tables):
+    """In float64, from what the modules of one fit and predict are called with and give back."""
+    specs = tiny_host.specs()
+    seen = {door: [] for door in ("x_embed", "col_y_encoder", "column_aggregator", "icl_y_encoder")}
+    embed, aggregate = specs.model.x_embed.forward, specs.model.column_aggregator.forward
+
+    def embedding(g_BRCF):
+        h_BRCE = embed(g_BRCF)
+        for g, h in zip(g_BRCF.double().flatten(0, -2), h_BRCE.double().flatten(0, -2), strict=True):
+            seen["x_embed"].append((g @ g).item() + 1)  # of (g, 1)
+            seen["col_y_encoder"].append((h @ h).item())
+        return h_BRCE
+
+    def aggregating(x_BRiCE, *args, **kwargs):
+        cls_BRIE = aggregate(x_BRiCE, *args, **kwargs)
+        for row, cls in zip(x_BRiCE.double().flatten(0, 1), cls_BRIE.double().flatten(0, 1), strict=True):
+            seen["column_aggregator"].append(np.mean([(h @ h).item() for h in row]))
+            seen["icl_y_encoder"].append(sum((h @ h).item() for h in cls))
+        return cls_BRIE
+
+    specs.model.x_embed.forward, specs.model.column_aggregator.forward = embedding, aggregating
+    predict_table(specs, tables[0])
+    measured = measure_carriers(tiny_host.specs(), list(seen), tables[:1])
+    for door, values in measured.items():
+        assert len(values) == len(seen[door])
+        np.testing.assert_allclose(np.sort(values), np.sort(seen[door]), rtol=1e-5)
+        # Rows come from a norm, and in a host with random weights are of one length.
+        assert door == "icl_y_encoder" or values.max() > 1.05 * values.min()
+
+
 def test_thinned_evenly(tiny_host, tables, names, monkeypatch):
     everything = measure_carriers(tiny_host.specs(), names, tables[:1])
     monkeypatch.setattr(module, "_KEPT", 20)
@@ -68,8 +98,9 @@ def test_thinned_evenly(tiny_host, tables, names, monkeypatch):
         assert kept[-1] == whole[-1]
 
 
-def test_hooks_are_gone_afterwards(tiny_host, tables, names):
+def test_hooks_are_gone_afterwards(tiny_host, tables):
     specs, calls = tiny_host.specs(), []
+    names = list(carriers(tiny_host.model, "closed"))
 
     def fail():
         calls.append(1)
@@ -108,7 +139,7 @@ def test_zeros_are_left_out(tiny_host, tables):
     np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("variant", ["oa", "full-o"])
+@pytest.mark.parametrize("variant", ["oa", "full-o", "closed"])
 def test_patch_calibrates_every_site(tiny_host, variant):
     """At each site, `1 - quantile` of the live tokens of the calibration tables keep presence `1 - delta`."""
     squared_norms = measure(tiny_host, tables=2, seed=9)

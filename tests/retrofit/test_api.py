@@ -21,7 +21,7 @@ from oretrofit.patches.tabpfn_v3 import OKVCacheEntry, OQuantizedKVCacheEntry, O
 from oretrofit.retrofit.api import RetrofitError
 from oretrofit.retrofit.hosts import HostError, random_host
 
-VARIANTS = ["oa", "full-o"]
+VARIANTS = ["oa", "full-o", "closed"]
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,8 @@ def test_save_and_load_a_fit(retrofits, regressor, table, tmp_path, settings, en
     assert joblib.load(tmp_path / "unpacked" / "executor_state.joblib").model_caches is None  # no weights
     loaded = retrofits[variant].load_fit(str(path), device="cpu")
     assert type(loaded.executor_) is engine
-    assert type(loaded.models_[0]) is OTabPFNV3
+    assert type(loaded.models_[0]) is type(specs.model)
+    assert isinstance(loaded.models_[0], OTabPFNV3)
     if engine is InferenceEngineExplicitKVCache:
         kinds = {type(entry) for kept in loaded.executor_.kv_caches for entry in kept.kv.values()}
         assert kinds == {OQuantizedKVCacheEntry if settings["kv_cache_precision"] == "int8" else OKVCacheEntry}

@@ -1,6 +1,7 @@
 """Putting the O-classes on a model and taking them off: what changes, what stays, what is refused."""
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -33,7 +34,10 @@ def expected_sites(variant):
     for i in range(3):
         attention[f"icl_blocks.{i}.layernorm"] = ("receiver and source", *rows)
         rest[f"icl_blocks.{i}.layernorm_mlp"] = ("ffn", *rows)
-    return attention if variant == "oa" else attention | rest
+    doors = {name: ("door", "Linear", "OTargetEncoder") for name in ("col_y_encoder", "icl_y_encoder")}
+    doors["x_embed"] = ("door", "Linear", "OCellEmbedding")
+    doors["column_aggregator"] = ("door", "ColumnAggregator", "OColumnAggregator")
+    return {"oa": attention, "full-o": attention | rest, "closed": attention | rest | doors}[variant]
 
 
 def weights(model):
@@ -47,16 +51,6 @@ def classes(model):
 def assert_same_weights(a, b):
     assert list(a) == list(b)
     assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture(scope="module")
-def predict(regressor, table):
-    X, y, X_test = table
-
-    def run(specs):
-        return regressor(specs).fit(X, y).predict(X_test)
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +94,21 @@ def test_every_site_is_reported(tiny_host, variant):
     assert {name: (s.carrier, s.host_class, s.o_class) for name, s in sites.items()} == expected
     assert {name: site.tau for name, site in sites.items()} == taus
     for name, site in sites.items():
-        norm = model.get_submodule(name)
-        at = norm if site.carrier == "readout" else model.get_submodule(name.rpartition(".")[0])
+        module = model.get_submodule(name)
+        at = module if site.carrier in ("readout", "door") else model.get_submodule(name.rpartition(".")[0])
         assert type(at).__name__ == site.o_class
-        assert norm.tau == site.tau
+        assert module.tau == site.tau
     if variant == "full-o":
         assert sites.keys() == {name for name, m in tiny_host.model.named_modules() if isinstance(m, nn.RMSNorm)}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_as_tau_goes_to_zero_the_host_returns(tiny_host, predict, variant):
+def test_as_tau_goes_to_zero_the_host_returns(tiny_host, predict, monkeypatch, variant):
+    # The host rounds the logarithm of its number of keys to float32 even in float64, which `closed` does not.
+    monkeypatch.setattr(
+        tabpfn_v3, "_safe_log_seqlen", lambda n, device, dtype: torch.tensor(float(n), dtype=torch.float64).log()
+    )
+
     def shift(tau):
         specs = patch(tiny_host, variant, tau=tau).specs
         return np.abs(predict(specs, inference_precision=torch.float64) - on_host).max()
@@ -120,7 +119,7 @@ def test_as_tau_goes_to_zero_the_host_returns(tiny_host, predict, variant):
     assert 1.5 < shift(2e-3) / shift(1e-3) < 2.5
 
 
-@pytest.mark.parametrize(("first", "second"), [("oa", "oa"), ("full-o", "full-o"), ("full-o", "oa"), ("oa", "full-o")])
+@pytest.mark.parametrize(("first", "second"), itertools.product(VARIANTS, VARIANTS))
 def test_the_last_patch_replaces_those_before(tiny_host, predict, first, second):
     model, _ = patched(tiny_host, first, tau=5.0)
     again = patch_model(model, second, dict.fromkeys(carriers(model, second), 1.0))
@@ -164,6 +163,14 @@ class OtherModel(tabpfn_v3.TabPFNV3):
     pass
 
 
+class OtherAggregator(tabpfn_v3.ColumnAggregator):
+    pass
+
+
+class OtherLinear(nn.Linear):
+    pass
+
+
 def recast(name, kind):
     def change(model):
         model.get_submodule(name).__class__ = kind
@@ -193,6 +200,7 @@ def put(name, module):
         ("column_aggregator.extra", put("column_aggregator.extra", tabpfn_v3._DtypeMatchingRMSNorm(16))),
         ("icl_blocks.2.layernorm_mlp", put("icl_blocks.2.layernorm_mlp", nn.Linear(32, 32))),
         ("OtherModel", recast("", OtherModel)),
+        ("column_aggregator", recast("column_aggregator", OtherAggregator)),
     ],
 )
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -208,6 +216,19 @@ def test_what_is_not_known_is_refused_by_name(tiny_host, name, change, variant, 
     assert classes(model) == kinds  # not by half
 
 
+@pytest.mark.parametrize("door", ["x_embed", "col_y_encoder", "icl_y_encoder"])
+def test_a_door_that_is_not_the_hosts_is_refused(tiny_host, door):
+    """Elsewhere a linear layer of another class is called as it is; a door's forward is replaced."""
+    model = copy.deepcopy(tiny_host.model)
+    recast(door, OtherLinear)(model)
+    kinds = classes(model)
+    with pytest.raises(PatchError, match=door):
+        patch(model, "closed", tau=1.0)
+    assert classes(model) == kinds
+    patch_model(model, "full-o", dict.fromkeys(carriers(tiny_host.model, "full-o"), 1.0))
+    assert type(model.get_submodule(door)) is OtherLinear
+
+
 def test_patch_refuses_an_unknown_model_too(tiny_host):
     model = copy.deepcopy(tiny_host.model)
     model.icl_blocks[1].extra = nn.MultiheadAttention(32, 4)
@@ -221,7 +242,7 @@ def test_each_carrier_needs_its_tau(tiny_host, variant):
     kinds, names = classes(model), carriers(model, variant)
     taus = dict.fromkeys(names, 1.0)
     last = list(names)[-1]
-    extra = "x_embed" if variant == "full-o" else "output_norm"
+    extra = {"oa": "output_norm", "full-o": "x_embed", "closed": "output_projection.0"}[variant]
     cases = [({n: t for n, t in taus.items() if n != last}, PatchError, last), (taus | {extra: 1.0}, PatchError, extra)]
     cases += [(taus | {last: bad}, ValueError, last) for bad in (0, -1.0, math.nan, math.inf)]
     for given, error, named in cases:

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tabpfn import TabPFNRegressor
+from tabpfn.base import _regression_distribution_from_specs
 from tabpfn.inference_config import InferenceConfig
 
 from oretrofit import patch
 from oretrofit.patches.tabpfn_v3_closed import ClosedTabPFNV3
-from oretrofit.retrofit.ragged import Costs, RaggedReport, TableError, _Member, _pad, plan_batches
+from oretrofit.retrofit.ragged import Costs, RaggedReport, TableError, _Member, _pad, _prepare, _settings, plan_batches
 
 OPTIONS = {"device": "cpu", "inference_precision": torch.float32, "n_estimators": 2}
 LEVELS = [0.3, 0.5, 0.7]
@@ -132,6 +133,40 @@ def test_output_types(closed, reference, output_type):
             np.testing.assert_allclose(np.array(value) / scale, np.array(e[name]) / scale, atol=1e-4)
 
 
+def test_default_quantiles(closed, tables):
+    actual, expected = (
+        ragged(closed, tables[:1], output_type="quantiles"),
+        one_by_one(closed.specs, tables[:1], "quantiles"),
+    )
+    np.testing.assert_allclose(actual[0], expected[0], rtol=1e-4)
+
+
+def test_report(closed, tables, monkeypatch):
+    """What is reported, counted again from what went into the model."""
+    forward, padded, own = ClosedTabPFNV3.forward, [], []
+    costs = Costs.of(closed.model, torch.device("cpu"))
+
+    def seen(self, x, y, *args, structure, **kwargs):
+        (R, B, C) = x.shape
+        rows = [R] * B if structure.rows_BR is None else structure.rows_BR.sum(1).tolist()
+        columns = [C] * B if structure.columns_BC is None else structure.columns_BC.sum(1).tolist()
+        padded.append(B * R * (C * costs.cell + costs.row))
+        own.append(sum(r * (c * costs.cell + costs.row) for r, c in zip(rows, columns, strict=True)))
+        assert B == 1 or B * R * C <= 1000
+        return forward(self, x, y, *args, structure=structure, **kwargs)
+
+    monkeypatch.setattr(ClosedTabPFNV3, "forward", seen)
+    for share in (0.15, 0.4):
+        padded.clear(), own.clear()
+        report = RaggedReport()
+        ragged(closed, tables, max_padding=share, max_cells=1000, report=report)
+        assert report.batches == len(padded)
+        assert report.padding == pytest.approx(1 - sum(own) / sum(padded))
+        worst = max(1 - o / p for o, p in zip(own, padded, strict=True))
+        assert share - 0.1 < worst <= share
+        assert min(report.seconds.values()) > 0
+
+
 def test_options_are_the_regressors_own(closed, tables, expected):
     """Options that change the answer change it alike."""
     tables, plain = tables[:4], expected[:4]
@@ -156,13 +191,13 @@ def test_a_random_state_moves_on_in_order(closed, tables):
     assert furthest(ragged(closed, tables, random_state=np.random.RandomState(3)), expected, tables) < 1e-5
 
 
-@pytest.mark.parametrize("precision", [torch.float64, torch.float16])
+@pytest.mark.parametrize("precision", [torch.float64, torch.float16, "auto"])
 def test_precisions(closed, tables, precision):
     tables = tables[:4]
     actual = ragged(closed, tables, inference_precision=precision)
     expected = one_by_one(closed.specs, tables, inference_precision=precision)
-    bound = {torch.float64: 1e-5, torch.float16: 0.05}[precision]  # float16 rounds a logit by 1e-3 of its size
-    assert furthest(actual, expected, tables) < bound
+    # Half precision rounds by 1e-3 to 4e-3 of a value; `auto` is bfloat16 on some processors.
+    assert furthest(actual, expected, tables) < (1e-5 if precision == torch.float64 else 0.05)
     assert next(closed.model.parameters()).dtype == torch.float32  # the engines cast in place
 
 
@@ -179,6 +214,14 @@ def test_no_sharing_of_state(closed, tables, expected):
 
 def test_worker_processes(closed, tables, expected):
     assert furthest(ragged(closed, tables, n_jobs=2), expected, tables) < 1e-5
+
+
+def test_tables_share_no_criterion(closed, tables):
+    """`to` moves a module in place: the criterion of a table must not follow that of the next."""
+    specs = closed.specs
+    specs.norm_criterion = _regression_distribution_from_specs(specs)
+    first, second = (_prepare({"model_path": specs, **OPTIONS}, *tables[0]) for _ in range(2))
+    assert first.znorm_space_bardist_ is not second.znorm_space_bardist_
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -331,7 +374,8 @@ def bad_tables():
         "strings": (X, np.array(list("abcdef")), X_test, "could not convert"),
         "missing target": (X, np.where(np.arange(6) == 3, np.nan, y), X_test, "NaN"),
         "lengths": (X, y[:4], X_test, "inconsistent numbers of samples"),
-        "no table": (None, y, X_test, ""),
+        "no table": (None, y, X_test, "Expected 2D array"),
+        "no target": (X, [object()] * 6, X_test, "real number"),
     }
 
 
@@ -392,10 +436,8 @@ def test_row_limits_are_of_the_device(closed, monkeypatch):
     """The workers are on the CPU, but its row limit counts only where the forward passes are."""
     X, y, X_test = a_table(0, 40, 2, 2)
     config = {"MAX_CPU_SAMPLES": 30}
-    with pytest.raises(ValueError, match="table 0: Running on CPU"):
+    with pytest.raises(ValueError, match="table 0: RuntimeError: Running on CPU"):
         ragged(closed, [(X, y, X_test)], inference_config=config)
-    from oretrofit.retrofit.ragged import _settings
-
     specs = closed.specs
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
