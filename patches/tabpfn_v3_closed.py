@@ -197,15 +197,18 @@ class ClosedTabPFNV3(OTabPFNV3):
         zeros to them changes no bit of the result in float32.
         """
         wide = x_RBC.dtype if x_RBC.device.type == "mps" else torch.float64
-        x, p = x_RBC.to(wide), exists_RBC.to(wide)
-        finite = x.isfinite()
-        known = (p * finite)[:num_train]
-        _, mean, _ = support_moments(x.where(finite, 0)[:num_train], known, dim=0)
         fit = slice(num_train or None)
-        _, mean, var = support_moments(x.where(finite, mean)[fit], p[fit], dim=0, correction=1)
+        x, p = x_RBC[fit].to(wide), exists_RBC[fit].to(wide)
+        known = x.isfinite() & (p > 0)
+        # From one of its own values on, a constant column has no variance and no rounding.
+        origin = x.where(known, -torch.inf).amax(dim=0, keepdim=True)
+        origin = origin.where(origin.isfinite(), 0)
+        x = x.where(known, origin) - origin
+        _, mean, _ = support_moments(x, known.to(wide), dim=0)
+        _, mean, var = support_moments(x.where(known, mean), p, dim=0, correction=1)
         # Masked before the root, whose gradient at 0 is infinite; one row alone has no variance.
         std = torch.where(var > 0, var, 1.0).sqrt().to(x_RBC.dtype)
-        return {"mean": mean[0].to(x_RBC.dtype), "std": torch.where(std == 0, 1.0, std)[0]}
+        return {"mean": (origin + mean)[0].to(x_RBC.dtype), "std": torch.where(std == 0, 1.0, std)[0]}
 
     @staticmethod
     def _shifted_columns(columns_BC: Tensor, live_B1: Tensor, shift: int) -> Tensor:

@@ -204,7 +204,7 @@ def patch(
     if tau is not None:
         return _assemble(host, variant, dict.fromkeys(names, tau), {"tau": tau})
     if squared_norms is None:
-        squared_norms = measure(host, tables=tables, seed=seed, device=device, on_table=on_table)
+        squared_norms = measure(host, variant, tables=tables, seed=seed, device=device, on_table=on_table)
     taus = {name: choose_tau(squared_norms[name], delta, quantile) for name in names}
     statistics = {name: presence_report(squared_norms[name], taus[name]) for name in names}
     settings = {"delta": delta, "quantile": quantile, "tables": tables, "seed": seed}
@@ -213,16 +213,20 @@ def patch(
 
 def measure(
     host: Host,
+    variant: str = "closed",
     *,
     tables: int = DEFAULT_TABLES,
     seed: int = CALIBRATION_SEED,
     device: str = "cpu",
     on_table: Callable[[], None] | None = None,
 ) -> dict[str, np.ndarray]:
-    """`||h||^2` of every carrier of the host on synthetic tables; arguments as of `patch`."""
+    """`||h||^2` of a variant's carriers on synthetic tables; arguments as of `patch`.
+
+    What is measured for `closed` serves the other variants too.
+    """
     if tables < 1:
         raise ValueError(f"calibration needs at least one table, got {tables}")
-    names = list(carriers(host.model, "closed"))
+    names = list(carriers(host.model, variant))
     return measure_carriers(host.specs(), names, calibration_tables(tables, seed), device=device, on_table=on_table)
 
 

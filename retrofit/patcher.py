@@ -103,9 +103,11 @@ def carriers(model: nn.Module, variant: str) -> dict[str, str]:
         raise PatchError(f"the model's norms are not where TabPFN v3 has them: {unexpected}; it was not patched")
     if variant == "closed":
         for name, o_class in DOORS.items():
-            if host_class(model.get_submodule(name)) is not _HOST_CLASSES[o_class]:
-                kind = type(model.get_submodule(name)).__qualname__
-                raise PatchError(f"the model's {name} is a {kind}, not TabPFN v3's; it was not patched")
+            door = model.get_submodule(name)
+            if host_class(door) is not _HOST_CLASSES[o_class]:
+                raise PatchError(
+                    f"the model's {name} is a {type(door).__qualname__}, not TabPFN v3's; it was not patched"
+                )
     found |= dict.fromkeys(DOORS, "door")
     return {name: carrier for name, carrier in found.items() if carrier in VARIANTS[variant]}
 

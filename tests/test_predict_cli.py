@@ -214,3 +214,19 @@ def test_an_output_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:
         result = predict("--by shop", out)
         assert result.exit_code == 2
         assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", ["predict", "bench ragged", "bench ragged-equality"])
+def test_help_has_an_example(command: str) -> None:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert f"oretrofit {command} " in result.stdout.split("Example:")[1]
+
+
+@pytest.mark.parametrize("command", ["predict", "bench ragged", "bench ragged-equality"])
+def test_cuda_without_a_gpu(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    more = f" --train train.csv --test test.csv --target y --out {tmp_path / 'p.csv'}" if command == "predict" else ""
+    result = CliRunner().invoke(cli.app, f"{command}{more} --device cuda".split())
+    assert result.exit_code == 2
+    assert "no CUDA device" in result.stderr

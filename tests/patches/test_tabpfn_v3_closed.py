@@ -152,7 +152,7 @@ def test_a_table_is_its_formula(models, config):
 sizes = st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(1, 5))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(sizes, min_size=1, max_size=3), st.tuples(*[st.integers(0, 3)] * 3), st.integers(0, 2**32 - 1))
 def test_padding_is_inert(models, shapes, room, seed):
     m, rng = models(), np.random.default_rng(seed)
