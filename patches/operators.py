@@ -149,7 +149,9 @@ def support_moments(x: Tensor, p: Tensor, dim: int, correction: float = 0.0) -> 
     without any mass, or no more than the correction, the sums are divided by 1.
     """
     support = p.sum(dim=dim, keepdim=True)
-    mean = (p * x).sum(dim=dim, keepdim=True) / torch.where(support > 0, support, 1.0)
+    # Shares first: that of a token alone is exactly 1.
+    share = p / torch.where(support > 0, support, 1.0)
+    mean = (share * x).sum(dim=dim, keepdim=True)
     freedom = support - correction
     var = (p * (x - mean).square()).sum(dim=dim, keepdim=True) / torch.where(freedom > 0, freedom, 1.0)
     return support, mean, var
