@@ -155,7 +155,7 @@ def measure_ragged(
 
 def bench_cells(result: dict[str, Any]) -> Cells:
     """Header and cells of `measure_ragged`'s result, a row a method."""
-    header = ["method", "tables/s", "ragged gains", "peak MB", "preprocess", "forward", "decode", "passes", "padding"]
+    header = ["method", "tables/s", "time/ragged", "peak MB", "prepare", "forward", "decode", "passes", "padding"]
     cells = []
     for method in METHODS:
         found = result[method]
@@ -164,7 +164,7 @@ def bench_cells(result: dict[str, Any]) -> Cells:
             [
                 method.replace("_", " "),
                 f"{found['tables_per_second']:.3g}",
-                f"{found['ragged_speedup']:.2f}x",
+                f"{found['ragged_speedup']:.2f}",
                 " + ".join("–" if mb is None else f"{mb:.0f}" for mb in memory),
                 *(f"{seconds:.1f} s" for seconds in found["seconds"].values()),
                 str(found["passes"]),
@@ -181,7 +181,7 @@ def bench_notes(result: dict[str, Any]) -> str:
     return (
         f"{settings['tables']} tables of {ROWS[0]} to {ROWS[1]} rows and {COLUMNS[0]} to {COLUMNS[1]} columns, medians "
         f"of {settings['rounds']} rounds, {settings['threads']} threads. Loop: fit and predict of the unpatched host; "
-        "shape groups: its predict_batched on tables of one shape. Ragged gains: a method's time / ragged "
+        "shape groups: its predict_batched on tables of one shape. Time/ragged: a method's time / ragged "
         "prediction's, paired by round. Peak: of the process and those it starts (and of the GPU). The methods' "
         f"means differ by {shift:.1g} target standard deviations at most."
     )
@@ -231,7 +231,7 @@ def _one_by_one(method: str, host: str, device: str) -> _Run:
         for i, (X, _, X_test) in enumerate(tables):
             groups[i if method == "loop" else (X.shape, X_test.shape)].append(i)
         means: list[Any] = [None] * len(tables)
-        clock = _Clock()
+        clock = _Clock(device)
         for members in groups.values():
             X_trains, y_trains, X_tests = map(list, zip(*(tables[i] for i in members), strict=True))
             with clock:
@@ -249,7 +249,8 @@ def _one_by_one(method: str, host: str, device: str) -> _Run:
 class _Clock:
     """Tells what part of the calls made under it went by before, in and after the passes of a v3 model."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.seconds = {"preprocessing": 0.0, "forward": 0.0, "decoding": 0.0}
         self.passes = 0
 
@@ -272,7 +273,7 @@ class _Clock:
         self._turn("preprocessing")
 
     def _turn(self, stage: str) -> None:
-        if torch.cuda.is_available():
+        if self.device == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
         self.seconds[self.stage] += now - self.since

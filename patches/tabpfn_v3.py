@@ -122,6 +122,16 @@ def _attend(
         q_BSHD = softmax_scaling_layer(q_BSHD, log_presence_BJ)
     elif softmax_scaling_layer is not None:
         q_BSHD = softmax_scaling_layer(q_BSHD, k_BJHD.shape[1])
+    if k_BJHD.device.type == "cpu" and not torch.compiler.is_compiling():
+        # Tokens without presence anywhere in the batch are left out: the kernel then rounds as if they
+        # had never been inserted. (On CUDA a shape that depends on values would stall the device.)
+        live_S, live_J = (presence_BS > 0).any(dim=0), (log_presence_BJ > -torch.inf).any(dim=0)
+        if live_J.any() and not (live_S.all() and live_J.all()):
+            parts = (q_BSHD[:, live_S], k_BJHD[:, live_J], v_BJHD[:, live_J])
+            out, gate = _attend(*parts, presence_BS[:, live_S], log_presence_BJ[:, live_J])
+            out_BSE, gate_BS = out.new_zeros(*q_BSHD.shape[:2], out.shape[-1]), torch.zeros_like(presence_BS)
+            out_BSE[:, live_S], gate_BS[:, live_S] = out, gate
+            return out_BSE, gate_BS
     out_BHSD, gate_B1S = oattention_ungated(
         q_BSHD.transpose(1, 2),
         k_BJHD.transpose(1, 2),

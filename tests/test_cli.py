@@ -85,7 +85,9 @@ def test_help_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "patch", "eval", "pretrain", "bench", "bench overhead", "bench host", "frontier"]
+    "command",
+    ["", "patch", "eval", "predict", "pretrain", "bench", "bench overhead", "bench host", "bench ragged"]
+    + ["bench ragged-equality", "frontier", "ablate", "audit", "contracts"],
 )
 def test_every_command_has_help_with_an_example(command: str) -> None:
     result = oretrofit(command, "--help")

@@ -130,7 +130,7 @@ def test_clock_tells_the_stages_apart(tiny_host, monkeypatch):
     monkeypatch.setattr(ragged.time, "perf_counter", lambda: next(now))
     forward = TabPFNV3.forward
     monkeypatch.setattr(TabPFNV3, "forward", lambda self: None)
-    clock = ragged._Clock()
+    clock = ragged._Clock("cpu")
     with clock:
         tiny_host.model()
         tiny_host.model()

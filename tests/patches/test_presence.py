@@ -113,7 +113,8 @@ def test_from_the_squared_norm():
 
 
 @pytest.mark.parametrize(
-    ("wide", "narrow"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.float64, torch.float64)]
+    ("wide", "narrow"),
+    [(torch.float32, torch.bfloat16), (torch.float16, torch.float16), (torch.float64, torch.float64)],
 )
 def test_gated_addition(wide, narrow):
     """Rounded once into a wide h; in half precision h, after the branch was rounded as any branch is."""
