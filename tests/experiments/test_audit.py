@@ -205,7 +205,7 @@ def test_closed(tiny_host):
     assert leaks(found) == {}
     assert {record["null_norm"] for record in found["boundaries"]} == {found["max_null_norm"]} == {0.0}
     assert max(record["shift"] for record in found["boundaries"]) < 1e-5
-    assert 0 < found["max_live_shift"] < 1e-4  # float32, in a random model
+    assert found["max_live_shift"] < 1e-4  # float32, in a random model
 
 
 @pytest.mark.parametrize("variant", [HOST, "oa"])
