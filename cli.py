@@ -292,28 +292,23 @@ def predict(
             task = progress.add_task("Calibrating", total=DEFAULT_TABLES)
             closed = oretrofit.patch(host or "small", "closed", device=device, on_table=lambda: progress.advance(task))
 
-        def predicted(output_type: str, report: RaggedReport) -> pd.DataFrame | pd.Series:
-            groups = wanted[by].nunique() if by in wanted else None
-            task = progress.add_task(f"Predicting {output_type}", total=groups)
-            return closed.predict_groups(
-                known,
-                wanted,
-                target=target,
-                by=by,
-                output_type=output_type,
-                quantiles=levels,
-                too_few=too_few or ("nan" if on_error == "skip" else "error"),
-                on_error="skip" if on_error == "skip" else "raise",
-                report=report,
-                on_tables=lambda done: progress.update(task, completed=done),
-                device=device,
-            )
-
+        groups = wanted[by].nunique() if by in wanted else None
+        task = progress.add_task("Predicting", total=groups)
         report = RaggedReport()
-        columns = {"prediction": predicted("mean", report)}
-        if levels:
-            frame = predicted("quantiles", RaggedReport())
-            columns |= {f"q{level:g}": frame[level] for level in levels}
+        frame = closed.predict_groups(
+            known,
+            wanted,
+            target=target,
+            by=by,
+            output_type="main",
+            quantiles=levels,
+            too_few=too_few or ("nan" if on_error == "skip" else "error"),
+            on_error="skip" if on_error == "skip" else "raise",
+            report=report,
+            on_tables=lambda done: progress.update(task, completed=done),
+            device=device,
+        )
+    columns = {"prediction": frame["mean"], **{f"q{level:g}": frame[level] for level in levels}}
     answers = wanted[named].assign(**columns)
     _write_table(answers, out)
     console.print(

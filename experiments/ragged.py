@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from joblib.externals.loky import get_reusable_executor
 from tabpfn import TabPFNRegressor
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 from tabpfn.base import ModelSpecs
@@ -203,7 +204,10 @@ def _measure(method: str, host: str, count: int, device: str) -> Measured:
     means, seconds, passes, padding = run(tables)
     total = time.perf_counter() - start
     gpu = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
-    return Measured(means, seconds, total, passes, padding, _peak_rss_mb(), gpu)
+    measured = Measured(means, seconds, total, passes, padding, _peak_rss_mb(), gpu)
+    # A process started by another waits for those it has started, and joblib's idle for minutes before they end.
+    get_reusable_executor().shutdown(wait=True)
+    return measured
 
 
 _Run = Callable[[list[RawTable]], tuple[list[np.ndarray], dict[str, float], int, float]]

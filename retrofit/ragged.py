@@ -602,7 +602,7 @@ def predict_groups(
         test: Group and the same features, in any order; a target column is left aside.
         target: The column to predict.
         by: The column that names the group (a store, a series, a patient). It is no feature.
-        output_type: `mean`, `median`, `mode` or `quantiles`.
+        output_type: `mean`, `median`, `mode`, `quantiles`, or `main` for all of these.
         quantiles: As of `TabPFNRegressor.predict`.
         min_rows: How many train rows a group needs, 2 at least.
         too_few: What becomes of the test rows of groups with fewer (or no) train rows: `error` names
@@ -614,16 +614,16 @@ def predict_groups(
             `train` without target and group.
 
     Returns:
-        In the order and with the index of `test`, a Series called `target`, or for `quantiles` a DataFrame
-        with a column for each.
+        In the order and with the index of `test`, a Series called `target`; for `quantiles` a DataFrame
+        with a column for each, and for `main` one with `mean`, `median` and `mode` before them.
 
     Raises:
         ValueError: As of `predict_ragged`; a group that cannot be predicted; a column that is missing
             from `train` or `test`, rows without a group, a group column that is different in every row
             of `train`, or, with `too_few="error"`, groups with too few train rows.
     """
-    if output_type not in ("mean", "median", "mode", "quantiles"):
-        raise ValueError(f"output_type is mean, median, mode or quantiles for groups, not {output_type!r}")
+    if output_type not in ("mean", "median", "mode", "quantiles", "main"):
+        raise ValueError(f"output_type is mean, median, mode, quantiles or main for groups, not {output_type!r}")
     if too_few not in ("error", "nan", "pooled"):
         raise ValueError(f"too_few is 'error', 'nan' or 'pooled', not {too_few!r}")
     if min_rows < 2:
@@ -670,13 +670,17 @@ def predict_groups(
         except TableError as error:
             raise ValueError(f"group {plan[error.index][0]!r}: {error.__cause__}") from error.__cause__
         report.errors = {plan[index][0]: message for index, message in report.errors.items()}
-    levels = (_QUANTILES if quantiles is None else quantiles) if output_type == "quantiles" else [target]
-    values = np.full((len(test), len(levels)), np.nan)
+    points = {"main": ["mean", "median", "mode"], "quantiles": []}.get(output_type, [target])
+    levels = _QUANTILES if quantiles is None else quantiles
+    columns = [*points, *(levels if output_type in ("main", "quantiles") else [])]
+    values = np.full((len(test), len(columns)), np.nan)
     for (_, _, at), answer in zip(plan, answers, strict=True):
+        if output_type == "main" and answer is not None:
+            answer = [answer[point] for point in points] + list(answer["quantiles"])
         if answer is not None:
-            values[at] = np.asarray(answer).reshape(len(levels), -1).T
-    if output_type == "quantiles":
-        return pd.DataFrame(values, index=test.index, columns=levels)
+            values[at] = np.asarray(answer).reshape(len(columns), -1).T
+    if output_type in ("main", "quantiles"):
+        return pd.DataFrame(values, index=test.index, columns=columns)
     return pd.Series(values[:, 0], index=test.index, name=target)
 
 

@@ -520,6 +520,20 @@ def test_groups_min_rows_and_quantiles(closed, sales):
     assert default.shape == ((~few).sum(), 9) and default.isna().all(axis=None)
 
 
+def test_groups_with_all_of_the_main_answers(closed, sales):
+    train, test = sales
+    test = test[test["store"].isin(["a", "b"])]
+    named = {"target": "sold", "by": "store", **OPTIONS}
+    frame = closed.predict_groups(train, test, output_type="main", quantiles=[0.2, 0.8], **named)
+    assert list(frame.columns) == ["mean", "median", "mode", 0.2, 0.8]
+    for store in "ab":
+        rows = test["store"] == store
+        expected = by_store(closed.specs, train, test[rows], store, output_type="main", quantiles=[0.2, 0.8])
+        for point in ("mean", "median", "mode"):
+            np.testing.assert_allclose(frame.loc[rows, point], expected[point], atol=1e-3)
+        np.testing.assert_allclose(frame.loc[rows, [0.2, 0.8]].to_numpy().T, expected["quantiles"], atol=1e-3)
+
+
 def test_one_bad_group(closed, sales):
     train, test = sales
     train = train.assign(sold=train["sold"].where(train["store"] != "a"))
@@ -546,7 +560,7 @@ def test_one_bad_group(closed, sales):
         (lambda a, b: (a[:0], b, {}), "train has no rows"),
         (lambda a, b: (a, b[:0], {}), "test has no rows"),
         (lambda a, b: (a.to_numpy(), b, {}), "train is a DataFrame"),
-        (lambda a, b: (a, b, {"output_type": "full"}), "mean, median, mode or quantiles"),
+        (lambda a, b: (a, b, {"output_type": "full"}), "mean, median, mode, quantiles or main"),
         (lambda a, b: (a, b, {"too_few": "skip"}), "'error', 'nan' or 'pooled'"),
         (lambda a, b: (a, b, {"min_rows": 1}), "min_rows"),
         (lambda a, b: (a, b, {"by": "sold"}), "both target and group"),
