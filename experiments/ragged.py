@@ -156,7 +156,7 @@ def measure_ragged(
 
 def bench_cells(result: dict[str, Any]) -> Cells:
     """Header and cells of `measure_ragged`'s result, a row a method."""
-    header = ["method", "tables/s", "time/ragged", "peak MB", "prepare", "forward", "decode", "passes", "padding"]
+    header = ["method", "tables/s", "time/ragged", "peak MB", "prep", "fwd", "decode", "passes", "pad"]
     cells = []
     for method in METHODS:
         found = result[method]
@@ -167,7 +167,7 @@ def bench_cells(result: dict[str, Any]) -> Cells:
                 f"{found['tables_per_second']:.3g}",
                 f"{found['ragged_speedup']:.2f}",
                 " + ".join("–" if mb is None else f"{mb:.0f}" for mb in memory),
-                *(f"{seconds:.1f} s" for seconds in found["seconds"].values()),
+                *(f"{seconds:.1f}" for seconds in found["seconds"].values()),
                 str(found["passes"]),
                 f"{found['padding']:.1%}",
             ]
@@ -183,7 +183,8 @@ def bench_notes(result: dict[str, Any]) -> str:
         f"{settings['tables']} tables of {ROWS[0]} to {ROWS[1]} rows and {COLUMNS[0]} to {COLUMNS[1]} columns, medians "
         f"of {settings['rounds']} rounds, {settings['threads']} threads. Loop: fit and predict of the unpatched host; "
         "shape groups: its predict_batched on tables of one shape. Time/ragged: a method's time / ragged "
-        "prediction's, paired by round. Peak: of the process and those it starts (and of the GPU). The methods' "
+        "prediction's, paired by round. Prep(rocessing), fwd (forward passes), decode: seconds. Peak: of the process "
+        "and those it starts (and of the GPU). The methods' "
         f"means differ by {shift:.1g} target standard deviations at most."
     )
 

@@ -12,7 +12,7 @@ width. The token axis is always the last but one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -36,15 +36,6 @@ from ..patches import (
 BLOCKS = 2  # of the OTransformer
 CARRIERS = ("h", "h_i", "h_j", "context")
 
-# Which of S tokens are zero; with `none`, all are alive.
-PLACEMENTS: dict[str, Callable[[int], slice]] = {
-    "none": lambda count: slice(0),
-    "front": lambda count: slice(0, max(1, count // 8)),
-    "middle": lambda count: slice(count // 2, count // 2 + max(1, count // 8)),
-    "end": lambda count: slice(count - max(1, count // 8), count),
-    "everywhere": lambda count: slice(count),
-}
-
 _EPS = 1e-5  # in norms, as torch's
 
 Arrays = dict[str, np.ndarray]
@@ -59,7 +50,7 @@ class Case:
     tau: float = 1.0
     heads: int = 1
     eps_den: float = 0.0
-    placements: Sequence[str] = tuple(PLACEMENTS)
+    large: bool = False  # its exact value takes seconds
 
     @property
     def source_carrier(self) -> str:
@@ -147,24 +138,16 @@ class Direct:
 
 
 class Stock:
-    """The same functions in torch's kernels, which know no presence."""
+    """The same functions in torch's kernels, which know no presence: it is 1."""
 
+    presence = staticmethod(lambda h, tau: h.new_ones(h.shape[:-1]))
+    linear = staticmethod(lambda x, t, name: F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias")))
     gelu = staticmethod(F.gelu)
-
-    @staticmethod
-    def presence(h: Tensor, tau: None) -> Tensor:
-        """1 for every token."""
-        return h.new_ones(h.shape[:-1])
+    standardize = staticmethod(lambda x_SE, p_S: F.layer_norm(x_SE.mT, x_SE.mT.shape[-1:], eps=_EPS).mT)
 
     @staticmethod
     def attention(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *_: Tensor,
-        visible: Tensor | None = None,
-        additive: Tensor | None = None,
-        eps_den: float = 0.0,
+        q: Tensor, k: Tensor, v: Tensor, *_: Tensor, visible: Tensor | None, additive: Tensor | None, eps_den: float
     ) -> Tensor:
         """`scaled_dot_product_attention` with both masks; 0 where nothing is visible."""
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
@@ -175,23 +158,12 @@ class Stock:
         return torch.nan_to_num(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
     @staticmethod
-    def linear(x: Tensor, t: Tensors, name: str) -> Tensor:
-        """`linear` with the weight and bias of that name."""
-        return F.linear(x, t[f"{name}.weight"], t.get(f"{name}.bias"))
-
-    @staticmethod
     def norm(x: Tensor, t: Tensors, name: str) -> Tensor:
         """`layer_norm`, or `rms_norm` if there is no bias of that name."""
         weight, bias = t[f"{name}.weight"], t.get(f"{name}.bias")
         if bias is None:
             return F.rms_norm(x, weight.shape, weight, _EPS)
         return F.layer_norm(x, weight.shape, weight, bias, _EPS)
-
-    @staticmethod
-    def standardize(x_SE: Tensor, _: Tensor) -> Tensor:
-        """`layer_norm` over the tokens: the same moments, without presence."""
-        x_ES = x_SE.transpose(-1, -2)
-        return F.layer_norm(x_ES, x_ES.shape[-1:], eps=_EPS).transpose(-1, -2)
 
 
 def stock_case(operator: Operator, case: Case) -> Case:
@@ -220,22 +192,20 @@ def _heads(m: Any, a: dict, case: Case, tau: float | None) -> Any:
     return m.attention(a["q"], a["k"], a["v"], p_BS, p_BJ, **_masks(a, case, tau))
 
 
-def _projected(
-    m: Any, a: dict, name: str, x: Any, context: Any, p_BS: Any, p_BJ: Any, heads: int, **masks: Any
-) -> Any:
+def _projected(m: Any, a: dict, name: str, x: Any, context: Any, masses: Any, heads: int, masks: dict) -> Any:
     def split(x_BSE: Any, projection: str) -> Any:
         y_BSE = m.linear(x_BSE, a, f"{name}.{projection}")
         return y_BSE.reshape(*y_BSE.shape[:2], -1, x_BSE.shape[-1] // heads).swapaxes(1, 2)
 
     q, k, v = split(x, "q_projection"), split(context, "k_projection"), split(context, "v_projection")
-    out_BSHD = m.attention(q, k, v, p_BS, p_BJ, **masks).swapaxes(1, 2)
+    out_BSHD = m.attention(q, k, v, *masses, **masks).swapaxes(1, 2)
     return m.linear(out_BSHD.reshape(x.shape), a, f"{name}.out_projection")
 
 
 def _attention_module(m: Any, a: dict, case: Case, tau: float | None) -> Any:
     h, context = a["h"], a.get("context", a["h"])
-    p_BS, p_BJ = m.presence(h, tau), m.presence(context, tau)
-    return _projected(m, a, "attention", h, context, p_BS, p_BJ, case.heads, **_masks(a, case, tau))
+    masses = m.presence(h, tau), m.presence(context, tau)
+    return _projected(m, a, "attention", h, context, masses, case.heads, _masks(a, case, tau))
 
 
 def _mlp(m: Any, x: Any, a: dict, first: str, second: str) -> Any:
@@ -243,13 +213,13 @@ def _mlp(m: Any, x: Any, a: dict, first: str, second: str) -> Any:
 
 
 def _transformer(m: Any, a: dict, case: Case, tau: float | None) -> Any:
-    h = a["h"]
+    h, masks = a["h"], _masks(a, case, tau)
     for block in (f"model.blocks.{i}" for i in range(BLOCKS)):
         p, x = m.presence(h, tau), m.norm(h, a, f"{block}.norm")
-        h = h + _projected(m, a, f"{block}.attention", x, x, p, p, case.heads, visible=a.get("visible"))
+        h = h + _projected(m, a, f"{block}.attention", x, x, (p, p), case.heads, masks)
         p = m.presence(h, tau)[..., None]
-        x, ffn = p * m.norm(h, a, f"{block}.ffn.ffn.0.norm"), f"{block}.ffn.ffn"
-        h = h + p * _mlp(m, x, a, f"{ffn}.1", f"{ffn}.3")
+        x = p * m.norm(h, a, f"{block}.ffn.ffn.0.norm")
+        h = h + p * _mlp(m, x, a, f"{block}.ffn.ffn.1", f"{block}.ffn.ffn.3")
     return m.presence(h, tau)[..., None] * m.norm(h, a, "model.norm.norm")
 
 
@@ -288,6 +258,10 @@ class Operator(NamedTuple):
     formula: Callable[[Any, dict, Case, float | None], Any]
     receivers: tuple[str, ...] = ("h",)
     sources: tuple[str, ...] = ()
+
+    def stock(self, t: Tensors, case: Case) -> Tensor:
+        """The stock operator."""
+        return self.formula(Stock, t, case, None)
 
 
 OPERATORS = (

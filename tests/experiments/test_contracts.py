@@ -5,6 +5,7 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from oretrofit import cli
-from oretrofit.experiments import contracts
-from oretrofit.experiments.contracts import DTYPES, INSERTIONS, OPERATORS, Case, Result
+from oretrofit.experiments import contracts, references
+from oretrofit.experiments.contracts import DTYPES, INSERTIONS, Result
+from oretrofit.experiments.references import OPERATORS, Case, Direct
 from oretrofit.patches import ONorm, OTransformer, log_presence, oattention, oinject, ostandardize, presence
 
 KEYS = {"operator", "dtype", "property", "cases", "max_error", "stock_error", "passed"}
@@ -81,7 +83,7 @@ def test_reference_attention_is_the_loop(eps_den):
     p_i[:, 1] = p_j[0, 2:4] = p_j[1] = 0
     visible, additive = rng.random((5, 6)) < 0.6, rng.standard_normal((4, 5, 6))
     visible[3], additive[0, 2, 1] = False, -math.inf
-    out = contracts.reference_attention(q, k, v, p_i, p_j, visible=visible, additive=additive, eps_den=eps_den)
+    out = Direct.attention(q, k, v, p_i, p_j, visible=visible, additive=additive, eps_den=eps_den)
     expected = attention_loop(q, k, v, p_i, p_j, visible, additive, eps_den)
     np.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-15)
     assert (out[1] == 0).all() and (out[:, :, [1, 3]] == 0).all() and (out[0, :, 0] != 0).any()
@@ -92,9 +94,9 @@ def test_reference_attention_at_hugely_negative_scores():
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((1, 1, 4, 3)) for _ in range(3))
     p, fill = rng.random((1, 4)), np.full((4, 4), -1e4)
-    out = contracts.reference_attention(q, k, v, p, p, additive=fill)
-    np.testing.assert_allclose(out, contracts.reference_attention(q, k, v, p, p), rtol=1e-10)
-    assert (contracts.reference_attention(q, k, v, p, p, additive=fill, eps_den=1e-6) == 0).all()
+    out = Direct.attention(q, k, v, p, p, additive=fill)
+    np.testing.assert_allclose(out, Direct.attention(q, k, v, p, p), rtol=1e-10)
+    assert (Direct.attention(q, k, v, p, p, additive=fill, eps_den=1e-6) == 0).all()
 
 
 def test_reference_standardize_is_the_loop():
@@ -106,19 +108,20 @@ def test_reference_standardize_is_the_loop():
         mu = sum(p[0, s] * x[0, s, e] for s in range(5)) / sum(p[0])
         var = sum(p[0, s] * (x[0, s, e] - mu) ** 2 for s in range(5)) / sum(p[0])
         expected[0, :, e] = [p[0, s] * (x[0, s, e] - mu) / math.sqrt(var + 1e-5) for s in range(5)]
-    np.testing.assert_allclose(contracts.reference_standardize(x, p), expected, rtol=1e-12)
-    assert (contracts.reference_standardize(x, 0 * p) == 0).all()
-    assert (contracts.reference_standardize(x[:, :1], p[:, 1:2]) == 0).all()
+    np.testing.assert_allclose(Direct.standardize(x, p), expected, rtol=1e-12)
+    assert (Direct.standardize(x, 0 * p) == 0).all()
+    assert (Direct.standardize(x[:, :1], p[:, 1:2]) == 0).all()
 
 
 def test_reference_norm_gelu_and_presence_are_torchs():
     rng = np.random.default_rng(0)
     x, weight, bias = rng.standard_normal((3, 8)), rng.standard_normal(8), rng.standard_normal(8)
     t = [torch.from_numpy(a) for a in (x, weight, bias)]
-    np.testing.assert_allclose(contracts.reference_norm(x, weight, bias), F.layer_norm(t[0], (8,), t[1], t[2]), 1e-12)
-    np.testing.assert_allclose(contracts.reference_norm(x, weight, None), F.rms_norm(t[0], (8,), t[1], 1e-5), 1e-12)
-    np.testing.assert_allclose(contracts.reference_gelu(x), F.gelu(t[0]), 1e-10)
-    assert contracts.reference_presence(np.array([[3.0, 4.0], [0.0, 0.0]]), 75.0).tolist() == [0.25, 0.0]
+    affine, scaled = {"n.weight": weight, "n.bias": bias}, {"n.weight": weight}
+    np.testing.assert_allclose(Direct.norm(x, affine, "n"), F.layer_norm(t[0], (8,), t[1], t[2]), 1e-12)
+    np.testing.assert_allclose(Direct.norm(x, scaled, "n"), F.rms_norm(t[0], (8,), t[1], 1e-5), 1e-12)
+    np.testing.assert_allclose(Direct.gelu(x), F.gelu(t[0]), 1e-10)
+    assert Direct.presence(np.array([[3.0, 4.0], [0.0, 0.0]]), 75.0).tolist() == [0.25, 0.0]
 
 
 def test_reference_transformer_without_presence_is_torchs():
@@ -126,8 +129,8 @@ def test_reference_transformer_without_presence_is_torchs():
     a, heads = case.arrays, case.heads
     width = a["h"].shape[-1]
     h = torch.from_numpy(a["h"])
-    for i in range(contracts._BLOCKS):
-        w = {name: torch.from_numpy(x) for name, x in contracts._part(a, f"model.blocks.{i}.").items()}
+    for prefix in (f"model.blocks.{i}." for i in range(references.BLOCKS)):
+        w = {name.removeprefix(prefix): torch.from_numpy(x) for name, x in a.items() if name.startswith(prefix)}
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0, F.gelu, batch_first=True, norm_first=True)
         layer = layer.double()
         projections = [[w[f"attention.{n}_projection.{kind}"] for n in "qkv"] for kind in ("weight", "bias")]
@@ -150,16 +153,15 @@ def test_reference_transformer_without_presence_is_torchs():
         h = layer(h)
     last = [torch.from_numpy(a[f"model.norm.norm.{name}"]) for name in ("weight", "bias")]
     expected = F.layer_norm(h, (width,), *last).detach()
-    np.testing.assert_allclose(contracts._reference_otransformer(a, case, None), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(BY_NAME["OTransformer"].formula(Direct, a, case, None), expected, rtol=0, atol=1e-12)
 
 
 def test_direct_evaluation_is_the_formula():
     case = contracts._attention_case(np.random.default_rng(0), (1, 2, 2, 5, 7, 4))
     t = {name: torch.from_numpy(x) for name, x in case.arrays.items()}
-    out = contracts._direct(t["q"], t["k"], t["v"], t["h_i"], t["h_j"], case.tau)
-    np.testing.assert_allclose(out, contracts._reference_oattention(case.arrays, case, case.tau), rtol=1e-12)
-    out = contracts._direct(t["q"], t["k"], t["v"], None, None, case.tau)
-    np.testing.assert_allclose(out, contracts._reference_oattention(case.arrays, case, None), rtol=1e-12)
+    for tau in (case.tau, None):
+        expected = BY_NAME["oattention"].formula(Direct, case.arrays, case, tau)
+        np.testing.assert_allclose(contracts._direct(t, tau), expected, rtol=1e-12)
 
 
 # --- The operators, whole and broken ---
@@ -171,7 +173,10 @@ def test_every_operator_keeps_its_contracts(dtype, device, small):
     table = contracts.check_contracts([dtype], device)
     assert set(KEYS) <= set(table.columns)
     judged = table[table["passed"].notna()]
-    assert not [(r.operator, r.property, r.max_error, r.bar) for r in judged.itertuples() if r.passed is not True]
+    missed = {(r.operator, r.property) for r in judged.itertuples() if r.passed is not True}
+    # CUDA's fused attention takes the bias in half precision.
+    known = {("oattention", "bias in float32")} if device == "cuda" and dtype in ("bf16", "fp16") else set()
+    assert missed == known
     assert set(judged["operator"]) == set(BY_NAME)
     exact = judged[judged["property"].isin(["null receiver", "zero token", "inserted tokens", "empty support"])]
     assert (exact["max_error"] == 0).all() and (exact["bar"] == 0).all()
@@ -228,7 +233,7 @@ BROKEN_ATTENTION = {
 @pytest.mark.parametrize("name", BROKEN_ATTENTION)
 def test_broken_attention_is_reported(name, check, monkeypatch):
     dtype, broken, properties = BROKEN_ATTENTION[name]
-    monkeypatch.setattr(contracts, "oattention", broken)
+    monkeypatch.setattr(references, "oattention", broken)
     assert properties <= failed(check("oattention", dtype))
 
 
@@ -284,7 +289,7 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_operators_are_reported(name, check, monkeypatch):
     operator, attribute, broken, dtype, properties = BROKEN[name]
-    monkeypatch.setattr(contracts, attribute, broken)
+    monkeypatch.setattr(references, attribute, broken)
     assert properties <= failed(check(operator, dtype))
 
 
@@ -325,7 +330,8 @@ def test_zero_tokens_are_placed_where_they_are_said_to_be():
 
 def test_bars():
     def row(dtype, exact, *results):
-        return contracts._row("OFFN", dtype, "x", exact, [Result(*result) for result in results])
+        name = "zero token" if exact else "formula, few tokens"
+        return contracts._row("OFFN", dtype, name, [Result(*result) for result in results])
 
     # 1.5 times the stock error plus a unit in float32 and float64, twice in half precision.
     for dtype, factor in (("fp32", 1.5), ("fp64", 1.5), ("bf16", 2.0), ("fp16", 2.0)):
@@ -341,24 +347,20 @@ def test_bars():
 
 
 def test_units_in_the_last_place():
-    class Exact(contracts.Run):
-        def __init__(self, value, dtype):
-            self.exact, self.dtype = np.array([0.0, value]), dtype
-
     for value, dtype in itertools.product((1.0, 1.99, -0.51, 3e-3), DTYPES.values()):
         x = torch.tensor(abs(value), dtype=dtype)
         expected = (torch.nextafter(x, x + 1) - x).double().item() if dtype != torch.float16 else None
         if expected is None:  # torch has no nextafter in float16
             expected = float(np.spacing(np.float16(abs(value))))
-        assert Exact(value, dtype).unit == expected, (value, dtype)
-    assert Exact(0.0, torch.float32).unit == 0
+        assert contracts._unit(np.array([0.0, value]), dtype) == expected, (value, dtype)
+    assert contracts._unit(np.zeros(1), torch.float32) == 0
 
 
 def test_stock_error_is_torchs_own(check):
     """ONorm's, from the same inputs, against float64 layers of torch."""
     rows = check("ONorm", "bf16")
     errors = []
-    for case in contracts._token_families(contracts._norm_weights)["few tokens"]:
+    for case in contracts.FAMILIES["ONorm"]()["few tokens"]:
         h, *weights = (torch.from_numpy(x).bfloat16() for x in case.arrays.values())
         function = F.layer_norm if len(weights) == 2 else lambda h, s, w: F.rms_norm(h, s, w, 1e-5)
         for rows_of_zeros in ([], [0, 1, 2], [12, 13, 14], [21, 22, 23], range(24)):
@@ -373,11 +375,23 @@ def test_both_readings_of_half_precision(check):
     rows = check("OInject", "bf16")
     assert rows["formula, one token"]["max_error_unrounded"] != rows["formula, one token"]["max_error"]
     assert rows["zero token"]["max_error_unrounded"] is None
-    case = contracts._token_families(contracts._information)["few tokens"][0]
-    run = contracts.Run(BY_NAME["OInject"], case, torch.bfloat16, "cpu")
-    exact = contracts._reference_oinject(case.arrays, case, 1.0)
-    run.stock_error = run.own_stock_error()
-    assert run.against_formula().error_unrounded == np.abs(run.out - exact).max()
+    case = contracts.FAMILIES["OInject"]()["few tokens"][0]
+    run = contracts._run(BY_NAME["OInject"], case, torch.bfloat16, "cpu")
+    exact = BY_NAME["OInject"].formula(Direct, case.arrays, case, 1.0)
+    assert run.result.error_unrounded == np.abs(run.out - exact).max()
+
+
+def test_lines_of_the_table_show_the_worst_row():
+    rows = {"formula, self": (0.5, 1.0), "formula, cross": (3.0, 2.0), "null receiver": (0.0, 4.0)}
+    more = {"insertion elsewhere": (2.0, 9.0, 1.0, False), "insertion at end": (0.1, 0.01, 0.0, True)}
+    rows = [contracts._row("oattention", "fp32", name, [Result(*x)]) for name, x in (rows | more).items()]
+    header, cells = next(iter(contracts.table_cells(pd.DataFrame(rows, dtype=object)).values()))
+    assert header == ["operator", "property", "cases", "error", "stock", "same", "ok"]
+    assert cells == [
+        ["oattention", "formula", "2", "3.0e+00", "2.0e+00", "", "yes"],
+        ["", "null receiver", "1", "0", "4.0e+00", "", "yes"],
+        ["", "insertion", "2", "1.0e-01", "1.0e-02", "1", "NO"],  # the failed row, though the other's is larger
+    ]
 
 
 # --- The command ---
@@ -395,7 +409,7 @@ def test_command(tmp_path, small, monkeypatch):
     assert "fp32: largest errors; bar 1.5 stock + 1 ulp, or 0, cpu" in result.stdout
     assert "bf16: largest errors; bar 2 stock + 1 ulp, or 0, cpu" in result.stdout
     assert "(1,1,4,8,8) against fp32" in result.stdout and "8.94e-08" in result.stdout
-    assert result.stdout.count("null source elsewhere") == 2 and "NO" not in result.stdout
+    assert result.stdout.count("null source changed") == 2 and "NO" not in result.stdout
 
     rows = json.loads(file.read_text())
     assert all(set(row) >= KEYS for row in rows)
@@ -408,7 +422,7 @@ def test_command(tmp_path, small, monkeypatch):
 def test_a_failed_row_shows_and_gives_exit_code_1(tmp_path, small, monkeypatch):
     monkeypatch.setattr(contracts, "OPERATORS", (BY_NAME["OFFN"],))
     monkeypatch.setattr(contracts, "_anchors", lambda *_: [])
-    monkeypatch.setattr(contracts, "OFFN", UngatedFFN)
+    monkeypatch.setattr(references, "OFFN", UngatedFFN)
     file = tmp_path / "contracts.json"
     result = run_command("--device", "cpu", "--dtype", "fp64", "--json", str(file))
     assert result.exit_code == 1
