@@ -1,10 +1,8 @@
 """The O-operators held to their definitions, beside the error of torch's own kernels.
 
 Every operator runs on the same inputs as the stock operator that it extends, and both are compared with a direct
-float64 evaluation of their formula, see `references`. There are heads behind zero tokens that are not zero (as behind a
-projection with a bias).
-
-Shape suffixes: as in `references`.
+float64 evaluation of their formula, see `references`. Heads behind zero tokens are not zero, as behind a projection
+with a bias. Shape suffixes are those of `references`.
 """
 
 from __future__ import annotations
@@ -129,8 +127,8 @@ def _with_zeros(case: Case, placement: str) -> Case:
     return case.with_arrays(**zeroed)
 
 
-def _with_inserted(operator: Operator, case: Case, place: str, *, receivers: bool) -> tuple[Case, np.ndarray]:
-    """The case with zero tokens inserted among its sources, and its receivers if asked to; and where old ones are now.
+def _with_inserted(operator: Operator, case: Case, place: str, *, receivers: bool) -> Case:
+    """The case with zero tokens inserted among its sources, and its receivers if asked to.
 
     Behind a zero carrier there are heads and values that are not zero, and it is visible to some.
     """
@@ -146,11 +144,7 @@ def _with_inserted(operator: Operator, case: Case, place: str, *, receivers: boo
             shape[axis] = len(at)
             new = np.zeros(shape) if name in CARRIERS else rng.standard_normal(shape)
             arrays[name] = np.insert(x, at, new > 0 if x.dtype == bool else new, axis=axis)
-    count = case.arrays[operator.receivers[0]].shape[-2]
-    old = np.ones(count, dtype=bool)
-    if receivers:
-        old = np.insert(old, INSERTIONS[place](count), False)
-    return replace(case, arrays=arrays), old
+    return replace(case, arrays=arrays)
 
 
 def _attention_case(rng: np.random.Generator, sizes: tuple[int, ...]) -> Case:
@@ -221,28 +215,23 @@ def _token_families(draw: Callable[[np.random.Generator, tuple[int, ...]], list[
     }
 
 
-def _ffn_weights(rng: np.random.Generator, sizes: tuple[int, ...]) -> list[Arrays]:
-    width = sizes[-1]
-    return [_weights(rng, nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)), "ffn.")]
+def _mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
 
 
-def _norm_weights(rng: np.random.Generator, sizes: tuple[int, ...]) -> list[Arrays]:
+def _norms(rng: np.random.Generator, sizes: tuple[int, ...]) -> list[Arrays]:
     return [_weights(rng, norm(sizes[-1]), "norm.") for norm in (nn.LayerNorm, nn.RMSNorm)]
-
-
-def _columns(rng: np.random.Generator, sizes: tuple[int, ...]) -> list[Arrays]:
-    """Columns about zero, and columns with a mean as large as their spread."""
-    return [{"x": rng.standard_normal(sizes)}, {"x": 1 + rng.standard_normal(sizes)}]
 
 
 # By operator: its families of cases, a family being those of one kind of shape.
 FAMILIES: dict[str, Callable[[], dict[str, list[Case]]]] = {
     "oattention": _oattention_families,
     "OAttention": _attention_module_families,
-    "OFFN": partial(_token_families, _ffn_weights),
-    "ONorm": partial(_token_families, _norm_weights),
+    "OFFN": partial(_token_families, lambda rng, sizes: [_weights(rng, _mlp(sizes[-1]), "ffn.")]),
+    "ONorm": partial(_token_families, _norms),
     "OInject": partial(_token_families, lambda rng, sizes: [{"u": rng.standard_normal(sizes)}]),
-    "OStandardize": partial(_token_families, _columns),
+    # Columns about zero, and columns with a mean as large as their spread.
+    "OStandardize": partial(_token_families, lambda rng, s: [{"x": mean + rng.standard_normal(s)} for mean in (0, 1)]),
     "OTransformer": _transformer_families,
 }
 
@@ -262,6 +251,11 @@ def _without_support(case: Case) -> Iterator[Case]:
         half, odd = a[carrier].copy(), closed.copy()
         half[:, ::2], odd[:, ::2] = 0, True
         yield case.with_arrays(visible=odd, **{carrier: half})
+
+
+def _dead(operator: Operator, case: Case) -> np.ndarray:
+    """Which receivers are zero tokens, (B, S)."""
+    return (case.arrays[operator.receivers[0]] == 0).all(axis=-1)
 
 
 def _with_other_null_sources(case: Case) -> Case:
@@ -403,10 +397,9 @@ def _checks(operator: Operator, dtype: torch.dtype, device: str) -> dict[str, li
         found[f"formula, {name}"] = [run.result for run in runs]
         alive = []
         for run in runs:
-            a = run.case.arrays
-            null = (a[operator.receivers[0]] == 0).all(axis=-1)
-            if null.any():
-                zero = run.must_be_zero((run.out.swapaxes(1, 2) if run.out.ndim == 4 else run.out)[null])
+            a, dead = run.case.arrays, _dead(operator, run.case)
+            if dead.any():
+                zero = run.must_be_zero((run.out.swapaxes(1, 2) if run.out.ndim == 4 else run.out)[dead])
                 found["null receiver" if operator.sources else "zero token"].append(zero)
                 if "h_j" in a:
                     found["null source changed"].append(run.unchanged(out(_with_other_null_sources(run.case))))
@@ -415,13 +408,13 @@ def _checks(operator: Operator, dtype: torch.dtype, device: str) -> dict[str, li
             for place in INSERTIONS:
                 where = "at end" if place == "end" else "elsewhere"
                 if any(name in a for name in operator.sources):
-                    inserted, _ = _with_inserted(operator, run.case, place, receivers=False)
+                    inserted = _with_inserted(operator, run.case, place, receivers=False)
                     found[f"null source {where}"].append(run.unchanged(out(inserted)))
                 if "context" not in a and ("k" not in a or a["k"].shape[2] == a["q"].shape[2]):
-                    inserted, old = _with_inserted(operator, run.case, place, receivers=True)
-                    after = out(inserted)
-                    found[f"insertion {where}"].append(run.unchanged(after[..., old, :]))
-                    found["inserted tokens"].append(run.must_be_zero(after[..., ~old, :]))
+                    inserted = _with_inserted(operator, run.case, place, receivers=True)
+                    after, new = out(inserted), _dead(operator, inserted)[0]
+                    found[f"insertion {where}"].append(run.unchanged(after[..., ~new, :]))
+                    found["inserted tokens"].append(run.must_be_zero(after[..., new, :]))
             if operator.sources or operator.name == "OStandardize":
                 found["empty support"] += [run.must_be_zero(out(case)) for case in _without_support(run.case)]
         hosts = family((case for case in alive if case.eps_den == 0), host=True)
@@ -528,24 +521,19 @@ def check_contracts(
     """Hold every operator to its definition.
 
     A case keeps its bar if its error is at most `FACTORS[dtype]` times the stock kernel's largest error in its family,
-    zero tokens at all places, plus one unit in the last place of its largest output; if the property is exact, if its
-    error is 0. Errors are absolute, and the largest of all outputs. Insertions compare outputs before and after;
-    everything else is against the formula, evaluated in float64 on the inputs as rounded to the dtype, and in
-    longdouble for float64 itself. The stock kernel of the two OAttentions gets `log p_j` as its mask and no gate; that
-    of the others, and everybody's where tau -> 0, knows no presence. A stock OTransformer, whose activations differ,
-    is thus only a like problem.
+    plus one unit in the last place of its largest output; of an exact property, if its error is 0. Errors are absolute,
+    and the largest of all outputs: against the formula in float64 (for fp64 in longdouble) on the inputs as rounded to
+    the dtype; of insertions and changed sources, against the output before.
 
-    Args:
-        dtypes: Names out of `DTYPES`.
-        device: `cpu` or `cuda`.
-        on_step: Called with a line of text before each operator and dtype.
+    The stock kernel of the two OAttentions gets `log p_j` as its mask and no gate; that of the others, and everybody's
+    where tau -> 0, knows no presence. A stock OTransformer, whose activations differ, is thus only a like problem.
 
     Returns:
-        A row per operator, dtype and property: `operator`, `dtype`, `property`, `cases`, `max_error`, `stock_error`,
-        `passed` (None for the rows of property `anchor ...`, which stand beside the paper's figure), `bar` (of the case
-        with the largest error), `bit_equal` (how many cases were equal bit for bit: after an insertion to before it,
-        for tau -> 0 to the stock operator), `max_error_unrounded` and `stock_error_unrounded` (half precision against
-        the formula on inputs that were not rounded) and `paper_error`.
+        A row per operator, dtype (of `DTYPES`) and property: `operator`, `dtype`, `property`, `cases`, `max_error`,
+        `stock_error`, `passed` (None for the rows of property `anchor ...`, which stand beside the paper's figure),
+        `bar` (of the case with the largest error), `bit_equal` (how many cases were equal bit for bit: after an
+        insertion to before it, for tau -> 0 to the stock operator), `max_error_unrounded` and `stock_error_unrounded`
+        (half precision against the formula on inputs that were not rounded) and `paper_error`.
     """
     check_kernels(dtypes, device)
     rows = []
@@ -573,37 +561,36 @@ def table_cells(table: pd.DataFrame) -> dict[str, tuple[list[str], list[list[str
     tables = {}
     judged, anchors = table[table["passed"].notna()], table[table["passed"].isna()]
     for dtype, part in judged.groupby("dtype", sort=False):
-        half = part["max_error_unrounded"].notna().any()
-        header = ["operator", "property", "cases", "error", "stock", *(["raw"] if half else []), "same", "ok"]
+        raw = ["raw"] if part["max_error_unrounded"].notna().any() else []
         cells, above = [], ""
         for (operator, line), rows in part.groupby(["operator", part["property"].map(_line)], sort=False):
             worst = max(rows.itertuples(index=False), key=lambda row: (not row.passed, row.max_error))
-            same = rows["bit_equal"].dropna()
-            raw = [number(worst.max_error_unrounded)] if half else []
-            numbers = [str(rows["cases"].sum()), number(worst.max_error), number(worst.stock_error), *raw]
-            name = operator if operator != above else ""
-            cells.append([name, line, *numbers, str(same.sum()) if len(same) else "", "yes" if worst.passed else "NO"])
+            numbers = [worst.max_error, worst.stock_error, *([worst.max_error_unrounded] if raw else [])]
+            same = "" if rows["bit_equal"].isna().all() else str(rows["bit_equal"].sum())
+            ends = [*map(number, numbers), same, "yes" if worst.passed else "NO"]
+            cells.append([operator if operator != above else "", line, str(rows["cases"].sum()), *ends])
             above = operator
+        header = ["operator", "property", "cases", "error", "stock", *raw, "same", "ok"]
         tables[f"{dtype}: largest errors; bar {FACTORS[str(dtype)]:g} stock + 1 ulp, or 0"] = header, cells
     if len(anchors):
         cells = [
-            [row.dtype, row.property.removeprefix("anchor "), *map(number, (row.max_error, row.stock_error)), paper]
+            [row.dtype, row.property.removeprefix("anchor "), number(row.max_error), number(row.stock_error)]
             for row in anchors.itertuples(index=False)
-            for paper in [f"{row.paper_error:g}"]
         ]
-        title = "OAttention beside the paper's figure, at (B,H,S,J,D); not judged"
-        tables[title] = ["dtype", "direct evaluation", "error", "stock", "paper"], cells
+        title = f"OAttention beside the paper's {PAPER_ERROR:g}, at (B,H,S,J,D); not judged"
+        tables[title] = ["dtype", "direct evaluation", "error", "stock"], cells
     return tables
 
 
 def notes() -> str:
     """What a reader of the tables has to know."""
     return (
-        "Each line sums up the rows of one property (--json has them all): error and stock are of the row with the "
-        "largest error, a failed one first. error: largest absolute error against the formula in float64 (in fp64: in "
+        "Each line sums up the rows of one property (--json has them all): its numbers are of the one with the largest "
+        "error, a failed one first. error: largest absolute error against the formula in float64 (in fp64: in "
         "longdouble), on inputs rounded to the dtype; of insertions and null sources: largest change of an old output. "
-        "stock: the error of torch's own kernel on like inputs, of attention with log p as its mask. raw: against the "
-        "formula on inputs not rounded. same: cases equal bit for bit, of insertions to before, of tau -> 0 to the "
-        "stock kernel. paper: its largest error in FP32, BF16 and FP16, on a GPU, at sizes not known here. On CUDA, "
-        "`bias in float32` is expected to miss: torch's fused attention takes the bias there in half precision."
+        "stock: the error of torch's own kernel on the same inputs, of attention with log p as its mask. raw: error "
+        "against the formula on inputs not rounded. same: cases equal bit for bit, of insertions and null sources to "
+        "before, of tau -> 0 to the stock kernel. The paper's figure is its largest error in FP32, BF16 and FP16, on a "
+        "GPU, at sizes not known here. `bias in float32` is expected to miss on CUDA: torch's fused attention takes "
+        "the bias there in half precision."
     )

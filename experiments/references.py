@@ -21,17 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..patches import (
-    OFFN,
-    OAttention,
-    ONorm,
-    OTransformer,
-    log_presence,
-    oattention,
-    oinject,
-    ostandardize,
-    presence,
-)
+from ..patches import OFFN, OAttention, ONorm, OTransformer, log_presence, oattention, oinject, ostandardize, presence
 
 BLOCKS = 2  # of the OTransformer
 CARRIERS = ("h", "h_i", "h_j", "context")
@@ -70,6 +60,8 @@ class Case:
 class Direct:
     """Direct evaluation in numpy, in the precision of the inputs."""
 
+    linear = staticmethod(lambda x, a, name: x @ a[f"{name}.weight"].T + a.get(f"{name}.bias", 0.0))
+
     @staticmethod
     def presence(h: np.ndarray, tau: float | None) -> np.ndarray:
         """`||h||^2 / (tau + ||h||^2)`, (..., E) -> (...); 1 everywhere without a tau."""
@@ -107,11 +99,6 @@ class Direct:
         if eps_den > 0:
             total = total + eps_den * np.exp(-top)
         return p_BS[:, None, :, None] * (weight @ v_BHJD) / np.where(total > 0, total, 1.0)
-
-    @staticmethod
-    def linear(x: np.ndarray, a: Arrays, name: str) -> np.ndarray:
-        """With the weight and bias of that name; (..., E) -> (..., E')."""
-        return x @ a[f"{name}.weight"].T + a.get(f"{name}.bias", 0.0)
 
     @staticmethod
     def norm(x: np.ndarray, a: Arrays, name: str) -> np.ndarray:
