@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from joblib.externals.loky import get_reusable_executor
 from tabpfn import TabPFNRegressor
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 from tabpfn.base import ModelSpecs
@@ -71,8 +69,8 @@ class Measured:
         total_seconds: Wall time of it all.
         passes: Forward passes.
         padding: The share of their work that was padding.
-        peak_rss_mb: Peak memory of the process in MiB, from its start, and of the processes it has
-            started, summed; None where the system does not tell.
+        peak_rss_mb: Peak memory in MiB of the process, from its start, and of the largest process that it
+            has started, summed (they may share pages); None where the system does not tell.
         peak_gpu_mb: Peak of what torch allocated on the GPU, if it ran there.
     """
 
@@ -184,7 +182,7 @@ def bench_notes(result: dict[str, Any]) -> str:
         f"of {settings['rounds']} rounds, {settings['threads']} threads. Loop: fit and predict of the unpatched host; "
         "shape groups: its predict_batched on tables of one shape. Time/ragged: a method's time / ragged "
         "prediction's, paired by round. Prep(rocessing), fwd (forward passes), decode: seconds. Peak: of the process "
-        "and those it starts (and of the GPU). The methods' "
+        "and the largest it starts (and of the GPU). The methods' "
         f"means differ by {shift:.1g} target standard deviations at most."
     )
 
@@ -205,10 +203,7 @@ def _measure(method: str, host: str, count: int, device: str) -> Measured:
     means, seconds, passes, padding = run(tables)
     total = time.perf_counter() - start
     gpu = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
-    measured = Measured(means, seconds, total, passes, padding, _peak_rss_mb(), gpu)
-    # A process started by another waits for those it has started, and joblib's idle for minutes before they end.
-    get_reusable_executor().shutdown(wait=True)
-    return measured
+    return Measured(means, seconds, total, passes, padding, _peak_rss_mb(), gpu)
 
 
 _Run = Callable[[list[RawTable]], tuple[list[np.ndarray], dict[str, float], int, float]]
@@ -286,19 +281,16 @@ class _Clock:
 
 
 def _peak_rss_mb() -> float | None:
-    """Of this process and the ones it has started, which preprocess.
+    """Of this process, and the largest it has started and ended, which may share pages with it."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    import resource  # Unix only, as is what was read above
 
-    Not `getrusage`: what it says of a process includes the peak of the one that started it.
-    """
-    peaks = []
-    for file in Path("/proc").glob("[0-9]*/status"):
-        try:
-            status = dict(line.split(":", 1) for line in file.read_text().splitlines())
-        except OSError:
-            continue  # it has ended
-        if str(os.getpid()) in (status["Pid"].strip(), status["PPid"].strip()) and "VmHWM" in status:
-            peaks.append(int(status["VmHWM"].removesuffix("kB")) / 2**10)
-    return sum(peaks) if peaks else None
+    # Not `getrusage`, for this process: it begins with the peak of the one that started it.
+    own = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return (own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**10
 
 
 def _largest(values: Sequence[float | None]) -> float | None:

@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import joblib
 import numpy as np
 import pandas as pd
 import sklearn
+import threadpoolctl
 import torch
 from tabpfn import TabPFNRegressor
 from tabpfn.base import _regression_distribution_from_specs
@@ -44,10 +49,15 @@ DEFAULT_PADDING = 0.25
 _OUTPUT_TYPES = ("mean", "median", "mode", "quantiles", "main", "full")
 _QUANTILES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 
-# Worker processes take seconds to start (they import torch), which fewer tables than this do not repay.
-_TABLES_FOR_PROCESSES = 200
+# Preprocessing is mostly Python, so it runs in processes. Forked ones start at once; elsewhere, and beside a GPU,
+# whose state does not survive a fork, they first import torch for some seconds. How many tables repay that:
+_TABLES_FOR_PROCESSES = {"fork": 8, "spawn": 200}
 
-# Tables are planned, run and decoded in chunks whose logits stay below this many numbers (0.5 GB).
+# How many tables are prepared ahead of the forward passes.
+_AHEAD = 256
+
+# Tables are run and decoded in chunks, of so many by device, whose logits stay below this many numbers (0.5 GB).
+_CHUNK_TABLES = {"cpu": 16, "cuda": 512}
 _CHUNK_LOGITS = 2**27
 
 # By device: what starting one forward pass costs, in multiply-adds it could have done instead, and the cells
@@ -431,7 +441,8 @@ def predict_ragged(
         max_cells: Rows times columns that may go through the model together; by device, by default. What
             does not fit into the device's memory is halved, down to single members, and nothing is lost.
         on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
-        n_jobs: Processes that preprocess. By default one a core from 200 tables on: they take seconds to start.
+        n_jobs: Processes that preprocess, beside the forward passes; 0 for none. By default half the cores
+            (beside a GPU all but one), as soon as there are enough tables to repay their start.
         report: Filled in with what was done.
         on_tables: Called now and then with the number of tables that are done, to show progress.
         options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
@@ -487,13 +498,18 @@ def predict_ragged(
     # Seeds are drawn in the caller's order. The order of work is by size, so that neighbours pad well to each other.
     seeds = [infer_random_state(template.random_state)[0] for _ in tables]
     order = sorted(range(len(tables)), key=lambda i: _rough_size(tables[i]))
-    prepared = _prepare_all(worker_options, tables, seeds, order, n_jobs)
+    if n_jobs is None:
+        enough = len(tables) >= _TABLES_FOR_PROCESSES[_start_method(passes.device)]
+        cores = joblib.cpu_count()
+        n_jobs = 0 if not enough else cores // 2 if passes.device.type == "cpu" else cores - 1
+    prepared = _prepare_all(worker_options, tables, seeds, order, n_jobs, _start_method(passes.device))
+    threads, chunk_tables = torch.get_num_threads(), _CHUNK_TABLES.get(passes.device.type, 1)
     waiting = list(reversed(order))
     while waiting:
         chunk: dict[int, TabPFNRegressor] = {}
         logits = 0
         with report._timed("preprocessing"):
-            while waiting and logits < _CHUNK_LOGITS:
+            while waiting and len(chunk) < chunk_tables and logits < _CHUNK_LOGITS:
                 index, regressor = waiting.pop(), next(prepared)
                 if isinstance(regressor, Exception):
                     refuse(index, regressor)
@@ -503,14 +519,16 @@ def predict_ragged(
                 regressor.to(passes.device)
                 if not regressor.is_constant_target_:
                     logits += sum(map(len, regressor.executor_.X_tests)) * specs.model.n_out
-        with report._timed("forward"):
-            too_large = passes.answer(chunk, max_padding, report)
-        for index, error in too_large.items():
-            refuse(index, error)
-            del chunk[index]
-        with report._timed("decoding"):
-            for index, regressor in chunk.items():
-                results[index] = _decode(regressor, len(tables[index][2]), output_type, quantiles)
+        # A core that is busy preprocessing would keep the other threads of an operation waiting.
+        with _torch_threads(max(1, threads - n_jobs) if waiting else threads):
+            with report._timed("forward"):
+                too_large = passes.answer(chunk, max_padding, report)
+            for index, error in too_large.items():
+                refuse(index, error)
+                del chunk[index]
+            with report._timed("decoding"):
+                for index, regressor in chunk.items():
+                    results[index] = _decode(regressor, len(tables[index][2]), output_type, quantiles)
         report.tables += len(chunk)
         if on_tables is not None:
             on_tables(len(tables) - len(waiting))
@@ -549,23 +567,47 @@ def _settings(weightless: Any, options: dict[str, Any]) -> tuple[TabPFNRegressor
     return template, byte_size, worker_options
 
 
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _start_method(device: torch.device) -> str:
+    return "fork" if sys.platform == "linux" and device.type == "cpu" else "spawn"
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    threadpoolctl.threadpool_limits(1)
+
+
 def _prepare_all(
     options: dict[str, Any],
     tables: list[tuple[Any, Any, Any]],
     seeds: list[int],
     order: list[int],
-    n_jobs: int | None,
+    n_jobs: int,
+    start_method: str,
 ) -> Iterator[TabPFNRegressor | ValueError]:
-    """The tables' regressors in the given order, prepared ahead in processes of one thread each.
-
-    Processes, as most of it is Python.
-    """
-    if n_jobs is None:
-        n_jobs = joblib.cpu_count() if len(tables) >= _TABLES_FOR_PROCESSES else 1
-    with joblib.parallel_config("loky", n_jobs=n_jobs, inner_max_num_threads=1):
-        # Without max_nbytes, large tables would arrive as read-only memory maps.
-        parallel = joblib.Parallel(return_as="generator", max_nbytes=None)
-    return parallel(joblib.delayed(_prepare)({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
+    """The tables' regressors in the given order, prepared ahead in processes of one thread each."""
+    work = (({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
+    if n_jobs == 0:
+        yield from itertools.starmap(_prepare, work)
+        return
+    pool = ProcessPoolExecutor(n_jobs, mp_context=get_context(start_method), initializer=_start_worker)
+    try:
+        ahead = deque(pool.submit(_prepare, *job) for job in itertools.islice(work, _AHEAD))
+        while ahead:
+            prepared = ahead.popleft().result()
+            ahead.extend(pool.submit(_prepare, *job) for job in itertools.islice(work, 1))
+            yield prepared
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _rough_size(table: tuple[Any, Any, Any]) -> tuple[int, ...]:
