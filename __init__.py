@@ -6,7 +6,9 @@
     retrofit = oretrofit.patch("small", variant="full-o")
     regressor = TabPFNRegressor(model_path=retrofit.specs)
 
-`patch` returns a `Retrofit`, `Retrofit.save` writes it to a small JSON file, and `load` reads that.
+`patch` returns a `Retrofit`, `Retrofit.save` writes it to a small JSON file, and `load` reads that. A retrofit of
+the variant `closed` also predicts many tables of different shapes at once: `Retrofit.predict_ragged`,
+`Retrofit.predict_groups`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .retrofit.api import Retrofit, load, patch
     from .retrofit.hosts import Host, load_host
+    from .retrofit.ragged import RaggedReport, TableError
 
-__all__ = ["Host", "Retrofit", "load", "load_host", "patch"]
+__all__ = ["Host", "RaggedReport", "Retrofit", "TableError", "load", "load_host", "patch"]
 
-_HOMES = {"patch": "api", "load": "api", "Retrofit": "api", "load_host": "hosts", "Host": "hosts"}
+_HOMES = {
+    "patch": "api",
+    "load": "api",
+    "Retrofit": "api",
+    "load_host": "hosts",
+    "Host": "hosts",
+    "RaggedReport": "ragged",
+    "TableError": "ragged",
+}
 
 
 def __getattr__(name: str) -> Any:

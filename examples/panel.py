@@ -12,7 +12,6 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 import oretrofit
-from oretrofit.retrofit.ragged import RaggedReport
 
 SERIES, HORIZON = 40, 12
 QUANTILES = [0.1, 0.5, 0.9]
@@ -69,7 +68,7 @@ def main() -> None:
     train, test = panel[~ahead], panel[ahead]
 
     retrofit = oretrofit.patch("small", variant="closed")
-    report = RaggedReport()
+    report = oretrofit.RaggedReport()
     forecast = retrofit.predict_groups(
         train, test, target="sales", by="shop", output_type="quantiles", quantiles=QUANTILES, report=report
     )

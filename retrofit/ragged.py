@@ -17,8 +17,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
@@ -306,7 +306,11 @@ class _Passes:
             yield _Member(x_R1C.squeeze(1), y_N, table, position)
 
     def answer(
-        self, tables: dict[int, TabPFNRegressor], max_padding: float, report: RaggedReport
+        self,
+        tables: dict[int, TabPFNRegressor],
+        max_padding: float,
+        report: RaggedReport,
+        threads: Callable[[], int],
     ) -> dict[int, Exception]:
         """Give each prepared regressor its members' logits; what the device said to tables too large for it."""
         engines = {index: r.executor_ for index, r in tables.items() if not r.is_constant_target_}
@@ -315,7 +319,7 @@ class _Passes:
         for engine in engines.values():
             engine.outputs = [None] * len(engine.members)
         for batch in plan_batches(np.array([m.size for m in members]).reshape(-1, 3), self.costs, max_padding):
-            for member, output in self.run([members[i] for i in batch], report):
+            for member, output in self.run([members[i] for i in batch], report, threads):
                 if isinstance(output, Exception):
                     too_large[member.table] = output
                 else:
@@ -324,12 +328,14 @@ class _Passes:
             torch.cuda.synchronize(self.device)  # so that the report's seconds mean something
         return too_large
 
-    def run(self, members: list[_Member], report: RaggedReport) -> Iterator[tuple[_Member, Tensor | Exception]]:
+    def run(
+        self, members: list[_Member], report: RaggedReport, threads: Callable[[], int]
+    ) -> Iterator[tuple[_Member, Tensor | Exception]]:
         """Each member with its logits (M, buckets), or with what the device said to it even alone."""
         cells = _padded_cells(members)
         if len(members) == 1 or cells <= self.max_cells:
             try:
-                outputs = self._forward(members)
+                outputs = self._forward(members, threads())
             except RuntimeError as error:
                 if not is_oom_error(error):
                     raise
@@ -351,10 +357,10 @@ class _Passes:
                 return
             self.max_cells = min(self.max_cells, cells // 2)
         half = len(members) // 2
-        yield from self.run(members[:half], report)
-        yield from self.run(members[half:], report)
+        yield from self.run(members[:half], report, threads)
+        yield from self.run(members[half:], report, threads)
 
-    def _forward(self, members: list[_Member]) -> list[Tensor]:
+    def _forward(self, members: list[_Member], threads: int) -> list[Tensor]:
         x_RBC, y_NB, structure = _pad(members)
         (n_train, batch), (n_rows, _, columns) = y_NB.shape, x_RBC.shape
         save_memory = should_save_peak_mem(
@@ -371,6 +377,7 @@ class _Passes:
         )
         if self.dtype is not None:
             x_RBC, y_NB = x_RBC.type(self.dtype), y_NB.type(self.dtype)
+        torch.set_num_threads(threads)
         with get_autocast_context(self.device, enabled=self.template.use_autocast_), torch.inference_mode():
             logits_MBL = self.model(  # type: ignore[call-overload]
                 x_RBC, y_NB, structure=structure, performance_options=performance, task_type="regression"
@@ -502,36 +509,35 @@ def predict_ragged(
         enough = len(tables) >= _TABLES_FOR_PROCESSES[_start_method(passes.device)]
         cores = joblib.cpu_count()
         n_jobs = 0 if not enough else cores // 2 if passes.device.type == "cpu" else cores - 1
-    prepared = _prepare_all(worker_options, tables, seeds, order, n_jobs, _start_method(passes.device))
-    threads, chunk_tables = torch.get_num_threads(), _CHUNK_TABLES.get(passes.device.type, 1)
-    waiting = list(reversed(order))
-    while waiting:
-        chunk: dict[int, TabPFNRegressor] = {}
-        logits = 0
-        with report._timed("preprocessing"):
-            while waiting and len(chunk) < chunk_tables and logits < _CHUNK_LOGITS:
-                index, regressor = waiting.pop(), next(prepared)
-                if isinstance(regressor, Exception):
-                    refuse(index, regressor)
-                    continue
-                chunk[index] = regressor
-                regressor.inference_precision = template.inference_precision
-                regressor.to(passes.device)
-                if not regressor.is_constant_target_:
-                    logits += sum(map(len, regressor.executor_.X_tests)) * specs.model.n_out
-        # A core that is busy preprocessing would keep the other threads of an operation waiting.
-        with _torch_threads(max(1, threads - n_jobs) if waiting else threads):
+    chunk_tables, waiting = _CHUNK_TABLES.get(passes.device.type, 1), list(reversed(order))
+    prepared = _Preparation(worker_options, tables, seeds, order, n_jobs, _start_method(passes.device))
+    with closing(prepared), _same_threads():
+        while waiting:
+            chunk: dict[int, TabPFNRegressor] = {}
+            logits = 0
+            with report._timed("preprocessing"):
+                while waiting and len(chunk) < chunk_tables and logits < _CHUNK_LOGITS:
+                    index, regressor = waiting.pop(), next(prepared)
+                    if isinstance(regressor, Exception):
+                        refuse(index, regressor)
+                        continue
+                    chunk[index] = regressor
+                    regressor.inference_precision = template.inference_precision
+                    regressor.to(passes.device)
+                    if not regressor.is_constant_target_:
+                        logits += sum(map(len, regressor.executor_.X_tests)) * specs.model.n_out
             with report._timed("forward"):
-                too_large = passes.answer(chunk, max_padding, report)
+                too_large = passes.answer(chunk, max_padding, report, prepared.threads)
             for index, error in too_large.items():
                 refuse(index, error)
                 del chunk[index]
             with report._timed("decoding"):
+                torch.set_num_threads(prepared.threads())
                 for index, regressor in chunk.items():
                     results[index] = _decode(regressor, len(tables[index][2]), output_type, quantiles)
-        report.tables += len(chunk)
-        if on_tables is not None:
-            on_tables(len(tables) - len(waiting))
+            report.tables += len(chunk)
+            if on_tables is not None:
+                on_tables(len(tables) - len(waiting))
     return results
 
 
@@ -568,9 +574,8 @@ def _settings(weightless: Any, options: dict[str, Any]) -> tuple[TabPFNRegressor
 
 
 @contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
+def _same_threads() -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count)
     try:
         yield
     finally:
@@ -586,28 +591,42 @@ def _start_worker() -> None:
     threadpoolctl.threadpool_limits(1)
 
 
-def _prepare_all(
-    options: dict[str, Any],
-    tables: list[tuple[Any, Any, Any]],
-    seeds: list[int],
-    order: list[int],
-    n_jobs: int,
-    start_method: str,
-) -> Iterator[TabPFNRegressor | ValueError]:
+class _Preparation:
     """The tables' regressors in the given order, prepared ahead in processes of one thread each."""
-    work = (({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
-    if n_jobs == 0:
-        yield from itertools.starmap(_prepare, work)
-        return
-    pool = ProcessPoolExecutor(n_jobs, mp_context=get_context(start_method), initializer=_start_worker)
-    try:
-        ahead = deque(pool.submit(_prepare, *job) for job in itertools.islice(work, _AHEAD))
-        while ahead:
-            prepared = ahead.popleft().result()
-            ahead.extend(pool.submit(_prepare, *job) for job in itertools.islice(work, 1))
-            yield prepared
-    finally:
-        pool.shutdown(cancel_futures=True)
+
+    def __init__(
+        self,
+        options: dict[str, Any],
+        tables: list[tuple[Any, Any, Any]],
+        seeds: list[int],
+        order: list[int],
+        n_jobs: int,
+        start_method: str,
+    ) -> None:
+        self._work = (({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
+        self._pool: ProcessPoolExecutor | None = None
+        self._ahead: deque[Future] = deque()
+        self._n_jobs, self._threads = n_jobs, torch.get_num_threads()
+        if n_jobs > 0:
+            self._pool = ProcessPoolExecutor(n_jobs, mp_context=get_context(start_method), initializer=_start_worker)
+            self._ahead.extend(self._pool.submit(_prepare, *job) for job in itertools.islice(self._work, _AHEAD))
+
+    def __next__(self) -> TabPFNRegressor | ValueError:
+        if self._pool is None:
+            return _prepare(*next(self._work))
+        prepared = self._ahead.popleft().result()
+        self._ahead.extend(self._pool.submit(_prepare, *job) for job in itertools.islice(self._work, 1))
+        return prepared
+
+    def threads(self) -> int:
+        """How many threads are left for others: a core that is busy here would keep all of them waiting."""
+        busy = bool(self._ahead) and not self._ahead[-1].done()
+        return max(1, self._threads - self._n_jobs) if busy else self._threads
+
+    def close(self) -> None:
+        """Stop what still runs."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
 
 
 def _rough_size(table: tuple[Any, Any, Any]) -> tuple[int, ...]:
