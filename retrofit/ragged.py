@@ -509,7 +509,8 @@ def predict_ragged(
         enough = len(tables) >= _TABLES_FOR_PROCESSES[_start_method(passes.device)]
         cores = joblib.cpu_count()
         n_jobs = 0 if not enough else cores // 2 if passes.device.type == "cpu" else cores - 1
-    chunk_tables, waiting = _CHUNK_TABLES.get(passes.device.type, 1), list(reversed(order))
+    most_tables, waiting = _CHUNK_TABLES.get(passes.device.type, 1), list(reversed(order))
+    chunk_tables = 2 if n_jobs else most_tables  # so that the first forward pass need not wait long
     prepared = _Preparation(worker_options, tables, seeds, order, n_jobs, _start_method(passes.device))
     with closing(prepared), _same_threads():
         while waiting:
@@ -536,6 +537,7 @@ def predict_ragged(
                 for index, regressor in chunk.items():
                     results[index] = _decode(regressor, len(tables[index][2]), output_type, quantiles)
             report.tables += len(chunk)
+            chunk_tables = min(2 * chunk_tables, most_tables)
             if on_tables is not None:
                 on_tables(len(tables) - len(waiting))
     return results
