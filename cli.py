@@ -248,6 +248,9 @@ def predict(
     on_error: Annotated[
         str, typer.Option(metavar="error|skip", help="A group that cannot be predicted: an error, or no prediction.")
     ] = "error",
+    precision: Annotated[
+        str, typer.Option(help="auto, float32, float64 or autocast; in half precision what shares a pass matters.")
+    ] = "auto",
     device: Device = "auto",
 ) -> None:
     """Predict a table with the closed retrofit of a host; with --by, each group from its own rows.
@@ -268,12 +271,14 @@ def predict(
 
     import oretrofit
 
-    from .experiments.evaluate import resolve_device
+    from .experiments.evaluate import PRECISIONS, resolve_device
     from .retrofit.api import DEFAULT_TABLES
     from .retrofit.ragged import RaggedReport
 
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}; there are: {', '.join(PRECISIONS)}")
     device, console = resolve_device(device), _console()
-    known, wanted = _read_table(train), _read_table(test)
+    known, wanted = _read_table(train, by), _read_table(test, by)
     if target in known and not pd.api.types.is_numeric_dtype(known[target]):
         numbers = pd.to_numeric(known[target].astype(str), errors="coerce")
         text = known[numbers.isna() & known[target].notna()]
@@ -282,8 +287,13 @@ def predict(
             raise ValueError(f"the target {target!r} of {train} is not numeric: {text[target].iloc[0]!r}{group}")
         known[target] = numbers  # text is missing then, which costs no more than its group
     named = [] if by is None else [by]
+    answers_to = ["prediction", *(f"q{level:.12g}" for level in levels)]
+    if by in answers_to:
+        raise ValueError(f"the group column cannot be called {by!r}, as a column of predictions is")
     if by is None:
         by = "(group)"
+        while by in known or by in wanted:
+            by += "_"
         known[by] = wanted[by] = "the whole table"
     with _progress(console) as progress:
         if retrofit is not None:
@@ -307,8 +317,9 @@ def predict(
             report=report,
             on_tables=lambda done: progress.update(task, completed=done),
             device=device,
+            inference_precision=PRECISIONS[precision],
         )
-    columns = {"prediction": frame["mean"], **{f"q{level:g}": frame[level] for level in levels}}
+    columns = dict(zip(answers_to, (frame[column] for column in ["mean", *levels]), strict=True))
     answers = wanted[named].assign(**columns)
     _write_table(answers, out)
     console.print(
@@ -643,11 +654,14 @@ def _parse_quantiles(text: str | None) -> list[float]:
     return list(dict.fromkeys(levels))
 
 
-def _read_table(file: Path) -> pd.DataFrame:
+def _read_table(file: Path, by: str | None) -> pd.DataFrame:
+    """Read a table; in a CSV file, names of groups are text, whatever the other file's look like."""
     import pandas as pd
 
     try:
-        return pd.read_csv(file) if file.suffix == ".csv" else pd.read_parquet(file)
+        if file.suffix == ".csv":
+            return pd.read_csv(file, dtype=None if by is None else {by: str})
+        return pd.read_parquet(file)
     except ValueError as error:  # the parsers' own errors, too
         raise ValueError(f"cannot read {file}: {error}") from error
 

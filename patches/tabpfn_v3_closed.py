@@ -115,8 +115,16 @@ def row_squared_norm(x_BRCE: Tensor) -> Tensor:
 def with_structure(x_RBC: Tensor, y_NB: Tensor | None, structure: Structure) -> tuple[Tensor, Tensor | None]:
     """x with its structure beside it, (R, B, 2 C), live columns first; y with NaN on NULL train rows.
 
-    Side by side, x and its structure get through the host's slicing of rows to the door.
+    Side by side, x and its structure get through the host's slicing of rows to the door. Raises
+    `ValueError` for a structure that is not bool, or does not fit x.
     """
+    R, B, C = x_RBC.shape
+    for name, exists, shape in (("rows_BR", structure.rows_BR, (B, R)), ("columns_BC", structure.columns_BC, (B, C))):
+        if exists is not None and not (
+            isinstance(exists, Tensor) and exists.dtype == torch.bool and exists.shape == shape
+        ):
+            found = f"{exists.dtype} {tuple(exists.shape)}" if isinstance(exists, Tensor) else type(exists).__name__
+            raise ValueError(f"{name} of the structure must be a bool tensor of shape {shape}, not {found}")
     exists_RBC = torch.ones_like(x_RBC)
     if structure.columns_BC is not None:
         # Columns are grouped and rotated by their position.

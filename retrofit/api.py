@@ -56,12 +56,12 @@ class Retrofit:
             where tau was given.
     """
 
-    host: Host
+    host: Host = field(repr=False)
     variant: str
-    model: TabPFNV3
-    sites: list[Site]
+    model: TabPFNV3 = field(repr=False)
+    sites: list[Site] = field(repr=False)
     calibration: dict[str, Any]
-    statistics: dict[str, dict[str, float]] = field(default_factory=dict)
+    statistics: dict[str, dict[str, float]] = field(default_factory=dict, repr=False)
 
     @property
     def specs(self) -> ModelSpecs:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import pickle
 import sys
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from typing import TYPE_CHECKING, Any
 
 import joblib
@@ -237,6 +238,11 @@ def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -
     del regressor.ensemble_preprocessor_
     engine.members = [dataclasses.replace(member, cpu_preprocessor=None) for member in engine.members]
     return regressor
+
+
+def _prepare_bytes(*job: Any) -> bytes:
+    """`_prepare`, pickled here: a pool would send each tensor as an open file, of which a process has few."""
+    return pickle.dumps(_prepare(*job))
 
 
 def _decode(regressor: TabPFNRegressor, n_test: int, output_type: str, quantiles: list[float]) -> Any:
@@ -467,7 +473,10 @@ def predict_ragged(
         NotImplementedError: `tuning_config` or majority downsampling, as `predict_batched` refuses them.
     """
     if retrofit.variant != "closed":
-        raise ValueError(f"padding is inert only in the variant 'closed', not in {retrofit.variant!r}")
+        raise ValueError(
+            f"padding is inert only in the variant 'closed', not in {retrofit.variant!r}; make one by "
+            "oretrofit.patch(host, variant='closed') or `oretrofit patch --variant closed --out FILE`"
+        )
     lists = [X_trains, y_trains, X_tests]
     if any(isinstance(entries, (pd.DataFrame, pd.Series, str, dict)) for entries in lists):
         raise ValueError("X_trains, y_trains and X_tests are lists with one entry a table")
@@ -507,6 +516,7 @@ def predict_ragged(
     order = sorted(range(len(tables)), key=lambda i: _rough_size(tables[i]))
     if n_jobs is None:
         enough = len(tables) >= _TABLES_FOR_PROCESSES[_start_method(passes.device)]
+        enough &= not current_process().daemon  # these may not start processes
         cores = joblib.cpu_count()
         n_jobs = 0 if not enough else cores // 2 if passes.device.type == "cpu" else cores - 1
     most_tables, waiting = _CHUNK_TABLES.get(passes.device.type, 1), list(reversed(order))
@@ -611,13 +621,13 @@ class _Preparation:
         self._n_jobs, self._threads = n_jobs, torch.get_num_threads()
         if n_jobs > 0:
             self._pool = ProcessPoolExecutor(n_jobs, mp_context=get_context(start_method), initializer=_start_worker)
-            self._ahead.extend(self._pool.submit(_prepare, *job) for job in itertools.islice(self._work, _AHEAD))
+            self._ahead.extend(self._pool.submit(_prepare_bytes, *job) for job in itertools.islice(self._work, _AHEAD))
 
     def __next__(self) -> TabPFNRegressor | ValueError:
         if self._pool is None:
             return _prepare(*next(self._work))
-        prepared = self._ahead.popleft().result()
-        self._ahead.extend(self._pool.submit(_prepare, *job) for job in itertools.islice(self._work, 1))
+        prepared = pickle.loads(self._ahead.popleft().result())
+        self._ahead.extend(self._pool.submit(_prepare_bytes, *job) for job in itertools.islice(self._work, 1))
         return prepared
 
     def threads(self) -> int:
@@ -691,6 +701,8 @@ def predict_groups(
         raise ValueError(f"too_few is 'error', 'nan' or 'pooled', not {too_few!r}")
     if min_rows < 2:
         raise ValueError(f"TabPFN needs two train rows at least, so min_rows cannot be {min_rows}")
+    if output_type == "quantiles" and quantiles is not None and not len(quantiles):
+        raise ValueError("quantiles is empty")
     features = _check_frames(train, test, target, by)
     report = RaggedReport() if report is None else report
 
@@ -698,11 +710,11 @@ def predict_groups(
     wanted = test.groupby(by, sort=False, observed=True).indices
     few = [group for group in wanted if len(rows_of.get(group, ())) < min_rows]
     if few and too_few == "error":
-        counts = ", ".join(f"{group!r} ({len(rows_of.get(group, ()))})" for group in few[:10])
+        counts = ", ".join(f"{_plain(group)!r} ({len(rows_of.get(group, ()))})" for group in few[:10])
         raise ValueError(
             f"{len(few)} of {len(wanted)} groups in test have fewer than {min_rows} train rows: {counts}"
-            f"{', ...' if len(few) > 10 else ''}. Say too_few='nan' to leave their predictions missing, or "
-            "too_few='pooled' to predict them from the train rows of all groups"
+            f"{', ...' if len(few) > 10 else ''}. Say too_few='nan' (--too-few nan) to leave their predictions "
+            "missing, or too_few='pooled' (--too-few pooled) to predict them from the train rows of all groups"
         )
     set_aside = set(few)
     # What each table is called, which train rows it has (None: all), and which test rows.
@@ -731,7 +743,7 @@ def predict_groups(
                 **settings,
             )
         except TableError as error:
-            raise ValueError(f"group {plan[error.index][0]!r}: {error.__cause__}") from error.__cause__
+            raise ValueError(f"group {_plain(plan[error.index][0])!r}: {error.__cause__}") from error.__cause__
         report.errors = {plan[index][0]: message for index, message in report.errors.items()}
     points = {"main": ["mean", "median", "mode"], "quantiles": []}.get(output_type, [target])
     levels = _QUANTILES if quantiles is None else quantiles
@@ -747,8 +759,17 @@ def predict_groups(
     return pd.Series(values[:, 0], index=test.index, name=target)
 
 
+def _plain(group: Any) -> Any:
+    """The name of a group as Python's own kind of number."""
+    return group.item() if isinstance(group, np.generic) else group
+
+
 def _check_frames(train: pd.DataFrame, test: pd.DataFrame, target: str, by: str) -> list[Hashable]:
     """The features: what train has beside target and group. Raises `ValueError` on what cannot be grouped."""
+    if not isinstance(by, Hashable):
+        raise ValueError(f"by is the name of one column, not {by!r}")
+    if target == by:
+        raise ValueError(f"{target!r} cannot be both target and group")
     for name, frame in (("train", train), ("test", test)):
         if not isinstance(frame, pd.DataFrame):
             raise ValueError(f"{name} is a DataFrame, not a {type(frame).__name__}")
@@ -762,11 +783,11 @@ def _check_frames(train: pd.DataFrame, test: pd.DataFrame, target: str, by: str)
             raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}")
     if target not in train.columns:
         raise ValueError(f"train has no target column {target!r}")
-    if target == by:
-        raise ValueError(f"{target!r} cannot be both target and group")
     if len(train) > 1 and train[by].is_unique:
         raise ValueError(f"every row of train is a group of its own: {by!r} names rows, not groups")
     features = [column for column in train.columns if column not in (target, by)]
+    if not features:
+        raise ValueError(f"train has no columns beside {target!r} and {by!r} to predict from")
     others = set(test.columns) - {target, by}
     if missing := [column for column in features if column not in others]:
         raise ValueError(f"test lacks columns that train has: {missing}")

@@ -17,7 +17,7 @@ from tabpfn.architectures import tabpfn_v3
 from tabpfn.preprocessing.torch.torch_standard_scaler import TorchStandardScaler
 
 from oretrofit.patches import tabpfn_v3 as o
-from oretrofit.patches.tabpfn_v3_closed import ClosedTabPFNV3, Structure
+from oretrofit.patches.tabpfn_v3_closed import ClosedTabPFNV3, Structure, with_structure
 from oretrofit.retrofit.patcher import carriers, patch_model
 
 from .formulas import closed_forward
@@ -576,3 +576,17 @@ def test_null_rows_change_no_bit_of_the_statistics(models, scale):
         kept = statistics(model, batch.x.float(), batch.y.float(), structure)
         assert torch.equal(kept["mean"], expected["mean"])
         assert torch.equal(kept["std"], expected["std"])
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        (Structure(torch.ones(2, 5, dtype=torch.bool)), r"rows_BR .* \(2, 6\), not torch.bool \(2, 5\)"),
+        (Structure(columns_BC=torch.ones(2, 1, dtype=torch.bool)), r"columns_BC .* \(2, 3\), not torch.bool \(2, 1\)"),
+        (Structure(columns_BC=torch.full((2, 3), 0.5)), "must be a bool tensor .* not torch.float32"),
+        (Structure(rows_BR=[[True] * 6] * 2), "must be a bool tensor .* not list"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_structure_that_does_not_fit(structure, message):
+    with pytest.raises(ValueError, match=message):
+        with_structure(torch.zeros(6, 2, 3), torch.zeros(4, 2), structure)

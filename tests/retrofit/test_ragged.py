@@ -1,6 +1,7 @@
 """Ragged prediction: answers as of fit and predict one by one, whatever shares a forward pass."""
 
 import dataclasses
+import os
 import warnings
 
 import numpy as np
@@ -214,6 +215,15 @@ def test_no_sharing_of_state(closed, tables, expected):
 
 def test_worker_processes(closed, tables, expected):
     assert furthest(ragged(closed, tables, n_jobs=2), expected, tables) < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="descriptors are counted in /proc")
+def test_prepared_tables_keep_no_file_open(closed, tables):
+    """A pool sends tensors as open files unless told otherwise; a process may have 1,024 of them, or 256."""
+    seen = []
+    ragged(closed, tables * 4, n_jobs=1, on_tables=lambda _: seen.append(len(os.listdir("/proc/self/fd"))))
+    before = len(os.listdir("/proc/self/fd"))
+    assert max(seen) < before + 60  # the pool's own; of the tables' tensors there are hundreds
 
 
 def test_tables_share_no_criterion(closed, tables):
@@ -560,6 +570,8 @@ def test_one_bad_group(closed, sales):
         (lambda a, b: (a[:0], b, {}), "train has no rows"),
         (lambda a, b: (a, b[:0], {}), "test has no rows"),
         (lambda a, b: (a.to_numpy(), b, {}), "train is a DataFrame"),
+        (lambda a, b: (a[["store", "sold"]], b[["store"]], {}), "no columns beside 'sold' and 'store'"),
+        (lambda a, b: (a, b, {"output_type": "quantiles", "quantiles": []}), "quantiles is empty"),
         (lambda a, b: (a, b, {"output_type": "full"}), "mean, median, mode, quantiles or main"),
         (lambda a, b: (a, b, {"too_few": "skip"}), "'error', 'nan' or 'pooled'"),
         (lambda a, b: (a, b, {"min_rows": 1}), "min_rows"),
