@@ -153,12 +153,12 @@ def test_peak_counts_the_largest_process_it_started():
 import subprocess, sys
 from oretrofit.experiments.ragged import _peak_rss_mb
 before = _peak_rss_mb()
-for size in (300, 100):
+for size in (800, 100):
     subprocess.run([sys.executable, "-c", f"bytearray({size} * 2**20)"], check=True)
 print(_peak_rss_mb() - before)
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 300 <= float(found.stdout) < 400
+    assert 800 <= float(found.stdout) < 900
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
