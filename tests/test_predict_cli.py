@@ -77,7 +77,7 @@ def predict(command: str, out: Path | str):
     words = command.split()
     given = [word for pair in defaults.items() if pair[0] not in words for word in pair]
     return CliRunner(env={"COLUMNS": "80"}).invoke(
-        cli.app, ["predict", *words, *given, "--device", "cpu", "--out", str(out)]
+        cli.app, ["predict", *words, *given, "--device", "cpu", "--precision", "float32", "--out", str(out)]
     )
 
 
@@ -139,6 +139,7 @@ def test_calibrates_a_closed_retrofit_of_the_host(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("oretrofit.patch", patch, raising=False)
     command = "predict --train train.csv --test test.csv --target y --by shop --host tiny-v3.safetensors --device cpu"
+    command += " --precision float32"
     result = CliRunner().invoke(cli.app, [*command.split(), "--out", str(tmp_path / "p.csv")])
     assert result.exit_code == 0, result.output
     assert made == [("tiny-v3.safetensors", "closed")]
