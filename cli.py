@@ -273,7 +273,7 @@ def predict(
 
     from .experiments.evaluate import PRECISIONS, resolve_device
     from .retrofit.api import DEFAULT_TABLES
-    from .retrofit.ragged import RaggedReport
+    from .retrofit.ragged import RaggedReport, check_groups
 
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; there are: {', '.join(PRECISIONS)}")
@@ -295,6 +295,7 @@ def predict(
         while by in known or by in wanted:
             by += "_"
         known[by] = wanted[by] = "the whole table"
+    check_groups(known, wanted, target=target, by=by)  # also here, before it takes time to calibrate
     with _progress(console) as progress:
         if retrofit is not None:
             closed = oretrofit.load(retrofit, host)
@@ -326,8 +327,10 @@ def predict(
         f"Tables: {report.tables}; forward passes: {report.batches}, for {report.members} ensemble members; "
         f"padding: {report.padding:.1%} of their work."
     )
-    for group, reason in report.errors.items():
-        typer.echo(f"Skipped: group {group!r}: {reason}", err=True)
+    for group, reason in list(report.errors.items())[:20]:
+        typer.echo(f"No prediction for group {group!r}: {reason}", err=True)
+    if len(report.errors) > 20:
+        typer.echo(f"... and for {len(report.errors) - 20} more groups", err=True)
     if missing := int(answers["prediction"].isna().sum()):
         typer.echo(f"{missing} of {len(answers)} rows have no prediction.", err=True)
     console.print(f"Written to {out}.", soft_wrap=True)

@@ -13,15 +13,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import os
 import pickle
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import current_process, get_context
+from multiprocessing import current_process, get_context, parent_process
 from typing import TYPE_CHECKING, Any
 
 import joblib
@@ -86,7 +88,7 @@ class RaggedReport:
         batches: Forward passes.
         padding: The share of the forward passes' work that was padding, in [0, 1).
         out_of_memory: Batches that did not fit the device and were halved.
-        errors: What was wrong with each table that was skipped, by its index or group.
+        errors: What was wrong with each table that has no prediction, by its index or group.
         seconds: Wall time waiting for `preprocessing`, in `forward` and in `decoding`.
     """
 
@@ -601,6 +603,13 @@ def _start_method(device: torch.device) -> str:
 def _start_worker() -> None:
     torch.set_num_threads(1)
     threadpoolctl.threadpool_limits(1)
+    # A process that is killed cannot stop its workers, and they would wait for work for ever.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent_process().join()  # type: ignore[union-attr]
+    os._exit(1)
 
 
 class _Preparation:
@@ -617,22 +626,33 @@ class _Preparation:
     ) -> None:
         self._work = (({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
         self._pool: ProcessPoolExecutor | None = None
-        self._ahead: deque[Future] = deque()
+        self._ahead: deque[tuple[Future, tuple[Any, ...]]] = deque()
         self._n_jobs, self._threads = n_jobs, torch.get_num_threads()
         if n_jobs > 0:
             self._pool = ProcessPoolExecutor(n_jobs, mp_context=get_context(start_method), initializer=_start_worker)
-            self._ahead.extend(self._pool.submit(_prepare_bytes, *job) for job in itertools.islice(self._work, _AHEAD))
+            self._submit(_AHEAD)
 
     def __next__(self) -> TabPFNRegressor | ValueError:
         if self._pool is None:
             return _prepare(*next(self._work))
-        prepared = pickle.loads(self._ahead.popleft().result())
-        self._ahead.extend(self._pool.submit(_prepare_bytes, *job) for job in itertools.islice(self._work, 1))
-        return prepared
+        future, job = self._ahead.popleft()
+        try:
+            self._submit(1)
+            return pickle.loads(future.result())
+        except BrokenExecutor as error:
+            raise RuntimeError(
+                "a process that prepares tables was killed, perhaps for want of memory; n_jobs=0 goes without"
+            ) from error
+        except Exception:  # it cannot be sent to another process
+            return _prepare(*job)
+
+    def _submit(self, count: int) -> None:
+        for job in itertools.islice(self._work, count):
+            self._ahead.append((self._pool.submit(_prepare_bytes, *job), job))  # type: ignore[union-attr]
 
     def threads(self) -> int:
         """How many threads are left for others: a core that is busy here would keep all of them waiting."""
-        busy = bool(self._ahead) and not self._ahead[-1].done()
+        busy = bool(self._ahead) and not self._ahead[-1][0].done()
         return max(1, self._threads - self._n_jobs) if busy else self._threads
 
     def close(self) -> None:
@@ -681,7 +701,8 @@ def predict_groups(
         too_few: What becomes of the test rows of groups with fewer (or no) train rows: `error` names
             these groups; `nan` leaves their predictions missing; `pooled` predicts them from the train
             rows of all groups as one table.
-        report: Filled in with what was done; its errors are keyed by group, `(pooled)` for the pooled one.
+        report: Filled in with what was done; its errors are keyed by group, `(pooled)` for the pooled one,
+            and with `too_few="nan"` name the groups left out, too.
         settings: As of `predict_ragged`, `TabPFNRegressor`'s options included. With `on_error="skip"` the
             predictions of a bad group are missing. `categorical_features_indices` count the columns of
             `train` without target and group.
@@ -693,7 +714,7 @@ def predict_groups(
     Raises:
         ValueError: As of `predict_ragged`; a group that cannot be predicted; a column that is missing
             from `train` or `test`, rows without a group, a group column that is different in every row
-            of `train`, or, with `too_few="error"`, groups with too few train rows.
+            of `train` or numeric in only one of the two, or, with `too_few="error"`, groups with too few train rows.
     """
     if output_type not in ("mean", "median", "mode", "quantiles", "main"):
         raise ValueError(f"output_type is mean, median, mode, quantiles or main for groups, not {output_type!r}")
@@ -703,7 +724,7 @@ def predict_groups(
         raise ValueError(f"TabPFN needs two train rows at least, so min_rows cannot be {min_rows}")
     if output_type == "quantiles" and quantiles is not None and not len(quantiles):
         raise ValueError("quantiles is empty")
-    features = _check_frames(train, test, target, by)
+    features = check_groups(train, test, target=target, by=by)
     report = RaggedReport() if report is None else report
 
     rows_of = train.groupby(by, sort=False, observed=True).indices
@@ -745,6 +766,8 @@ def predict_groups(
         except TableError as error:
             raise ValueError(f"group {_plain(plan[error.index][0])!r}: {error.__cause__}") from error.__cause__
         report.errors = {plan[index][0]: message for index, message in report.errors.items()}
+    if too_few == "nan":
+        report.errors |= {group: f"{len(rows_of.get(group, ()))} train rows, fewer than {min_rows}" for group in few}
     points = {"main": ["mean", "median", "mode"], "quantiles": []}.get(output_type, [target])
     levels = _QUANTILES if quantiles is None else quantiles
     columns = [*points, *(levels if output_type in ("main", "quantiles") else [])]
@@ -764,8 +787,8 @@ def _plain(group: Any) -> Any:
     return group.item() if isinstance(group, np.generic) else group
 
 
-def _check_frames(train: pd.DataFrame, test: pd.DataFrame, target: str, by: str) -> list[Hashable]:
-    """The features: what train has beside target and group. Raises `ValueError` on what cannot be grouped."""
+def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: str) -> list[Hashable]:
+    """The features: what train has beside target and group. Raises `ValueError` as of `predict_groups`."""
     if not isinstance(by, Hashable):
         raise ValueError(f"by is the name of one column, not {by!r}")
     if target == by:
@@ -785,6 +808,9 @@ def _check_frames(train: pd.DataFrame, test: pd.DataFrame, target: str, by: str)
         raise ValueError(f"train has no target column {target!r}")
     if len(train) > 1 and train[by].is_unique:
         raise ValueError(f"every row of train is a group of its own: {by!r} names rows, not groups")
+    kinds = [frame[by].dtype for frame in (train, test)]
+    if len(set(map(pd.api.types.is_numeric_dtype, kinds))) > 1 and set(train[by]).isdisjoint(test[by]):
+        raise ValueError(f"no group of test is in train: {by!r} is {kinds[0]} in train and {kinds[1]} in test")
     features = [column for column in train.columns if column not in (target, by)]
     if not features:
         raise ValueError(f"train has no columns beside {target!r} and {by!r} to predict from")

@@ -149,9 +149,9 @@ def test_calibrates_a_closed_retrofit_of_the_host(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("command", "group", "message"),
     [
-        ("--train gap.csv", "south", "Skipped: group 'south': Input y contains NaN"),
-        ("--train word.csv", "south", "Skipped: group 'south': Input y contains NaN"),
-        ("--train no-west.csv", "west", ""),
+        ("--train gap.csv", "south", "No prediction for group 'south': Input y contains NaN"),
+        ("--train word.csv", "south", "No prediction for group 'south': Input y contains NaN"),
+        ("--train no-west.csv", "west", "No prediction for group 'west': 0 train rows, fewer than 2"),
     ],
 )
 def test_a_bad_group_does_not_cost_the_others(command: str, group: str, message: str, tmp_path: Path) -> None:

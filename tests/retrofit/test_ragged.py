@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import select
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -215,6 +218,42 @@ def test_no_sharing_of_state(closed, tables, expected):
 
 def test_worker_processes(closed, tables, expected):
     assert furthest(ragged(closed, tables, n_jobs=2), expected, tables) < 1e-5
+
+
+def test_a_table_that_cannot_be_sent_to_a_process(closed, tables, expected):
+    X, y, X_test = tables[1]
+    own = X.copy()
+    own.attrs["note"] = lambda: "a function of the caller's cannot be pickled"
+    assert furthest(ragged(closed, [tables[0], (own, y, X_test)], n_jobs=1), expected[:2], tables[:2]) < 1e-5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only a forked process takes what is patched here with it")
+def test_a_killed_process(closed, tables, monkeypatch):
+    monkeypatch.setattr("oretrofit.retrofit.ragged._prepare", lambda *job: os._exit(1))
+    with pytest.raises(RuntimeError, match="was killed, perhaps for want of memory; n_jobs=0 goes without"):
+        ragged(closed, tables, n_jobs=1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the worker shows that it lives by a pipe it has inherited")
+def test_workers_end_with_their_parent():
+    parent = """
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from oretrofit.retrofit.ragged import _start_worker
+pool = ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=_start_worker)
+pool.submit(int).result()
+print("ready", flush=True)
+time.sleep(600)
+"""
+    read, write = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", parent], pass_fds=[write], stdout=subprocess.PIPE) as process:
+        os.close(write)
+        assert process.stdout.readline() == b"ready\n"
+        process.terminate()
+    ready, _, _ = select.select([read], [], [], 60)
+    assert ready and os.read(read, 1) == b""  # nobody holds the other end any more
+    os.close(read)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="descriptors are counted in /proc")
@@ -501,6 +540,7 @@ def test_groups(closed, sales):
     left_out = closed.predict_groups(train, test, too_few="nan", report=report, **names)
     pooled = closed.predict_groups(train, test, too_few="pooled", **names)
     assert report.tables == 2
+    assert report.errors == {"d": "1 train rows, fewer than 2", "e": "0 train rows, fewer than 2"}
     for series in (left_out, pooled):
         assert series.name == "sold"
         assert series.index.equals(test.index)
@@ -552,7 +592,7 @@ def test_one_bad_group(closed, sales):
         closed.predict_groups(train, test, **names)
     report = RaggedReport()
     series = closed.predict_groups(train, test, on_error="skip", report=report, **names)
-    assert list(report.errors) == ["a"]
+    assert list(report.errors) == ["a", "d", "e"]
     assert series[test["store"] == "a"].isna().all()
     assert series[test["store"] == "b"].notna().all()
 
@@ -564,6 +604,7 @@ def test_one_bad_group(closed, sales):
         (lambda a, b: (a, b.drop(columns="store"), {}), "test has no group column 'store'"),
         (lambda a, b: (a.assign(store=range(len(a))), b, {"too_few": "nan"}), "every row of train is a group"),
         (lambda a, b: (a.assign(store=None), b, {}), "40 rows of train have no group"),
+        (lambda a, b: (a.assign(store=a.store.map(ord)), b, {}), "no group of test is in train: 'store' is int64 in"),
         (lambda a, b: (a.drop(columns="sold"), b, {}), "no target column 'sold'"),
         (lambda a, b: (a, b.drop(columns="day"), {}), r"test lacks columns that train has: \['day'\]"),
         (lambda a, b: (a, b.assign(hour=1), {}), r"test has columns that train lacks: \['hour'\]"),
