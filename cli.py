@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -260,6 +260,8 @@ def predict(
     """
     if on_error not in ("error", "skip"):
         raise ValueError(f"--on-error is error or skip, not {on_error!r}")
+    if too_few not in (None, "error", "nan", "pooled"):
+        raise ValueError(f"--too-few is error, nan or pooled, not {too_few!r}")
     if by is None and (too_few is not None or on_error == "skip"):
         raise ValueError("--too-few and --on-error are about groups, whose column --by names")
     levels = _parse_quantiles(quantiles)
@@ -278,7 +280,10 @@ def predict(
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; there are: {', '.join(PRECISIONS)}")
     device, console = resolve_device(device), _console()
-    known, wanted = _read_table(train, by), _read_table(test, by)
+    known = _read_table(train, by)
+    # What is text in one file is no number in the other, though all of its cells may look like one.
+    text_columns = [name for name in known if pd.api.types.is_string_dtype(known[name])]
+    wanted = _read_table(test, by, text_columns)
     if target in known and not pd.api.types.is_numeric_dtype(known[target]):
         numbers = pd.to_numeric(known[target].astype(str), errors="coerce")
         text = known[numbers.isna() & known[target].notna()]
@@ -291,6 +296,8 @@ def predict(
     if by in answers_to:
         raise ValueError(f"the group column cannot be called {by!r}, as a column of predictions is")
     if by is None:
+        if len(known) == 1:
+            raise ValueError(f"{train} has one row; a prediction needs two")
         by = "(group)"
         while by in known or by in wanted:
             by += "_"
@@ -657,13 +664,17 @@ def _parse_quantiles(text: str | None) -> list[float]:
     return list(dict.fromkeys(levels))
 
 
-def _read_table(file: Path, by: str | None) -> pd.DataFrame:
-    """Read a table; in a CSV file, names of groups are text, whatever the other file's look like."""
+def _read_table(file: Path, by: str | None, text_columns: Sequence[str] = ()) -> pd.DataFrame:
+    """Read a table; in a CSV file, names of groups are text, be they 1 or NA, and so are the cells of some columns."""
     import pandas as pd
 
     try:
         if file.suffix == ".csv":
-            return pd.read_csv(file, dtype=None if by is None else {by: str})
+            table = pd.read_csv(file, low_memory=False, dtype=dict.fromkeys(text_columns, str))
+            if by in table:
+                names = pd.read_csv(file, usecols=[by], dtype=str, keep_default_na=False)[by].to_numpy()
+                table[by] = pd.Series(names, table.index).where(names != "")
+            return table
         return pd.read_parquet(file)
     except ValueError as error:  # the parsers' own errors, too
         raise ValueError(f"cannot read {file}: {error}") from error

@@ -147,7 +147,10 @@ def measure_ragged(
             },
             "passes": measured[0].passes,
             "padding": measured[0].padding,
-            "max_abs_diff_sd": max(map(_largest_shift, measured[0].means, runs["loop"][0].means, targets)),
+            # Unlike Python's own, numpy's maximum keeps a NaN.
+            "max_abs_diff_sd": float(
+                np.max(list(map(_largest_shift, measured[0].means, runs["loop"][0].means, targets)))
+            ),
         }
     return result
 
@@ -363,8 +366,8 @@ def compare_equality(
         differences = _differences(retrofit, specs, tables, device, advance)
         finished += 2 * len(tables)
         for quantity, values in differences.items():
-            worst = min(values) if quantity == _SPREAD else max(values)
-            rows[quantity] |= {f"{name}_median": float(np.median(values)), f"{name}_worst": worst}
+            worst = np.min(values) if quantity == _SPREAD else np.max(values)
+            rows[quantity] |= {f"{name}_median": float(np.median(values)), f"{name}_worst": float(worst)}
     return pd.DataFrame({"quantity": quantity, **row} for quantity, row in rows.items())
 
 

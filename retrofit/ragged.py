@@ -13,14 +13,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 import os
 import pickle
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import current_process, get_context, parent_process
@@ -32,6 +34,7 @@ import pandas as pd
 import sklearn
 import threadpoolctl
 import torch
+from joblib.externals import loky
 from tabpfn import TabPFNRegressor
 from tabpfn.base import _regression_distribution_from_specs
 from tabpfn.constants import DEFAULT_SAVE_PEAK_MEMORY_FACTOR
@@ -53,15 +56,16 @@ _OUTPUT_TYPES = ("mean", "median", "mode", "quantiles", "main", "full")
 _QUANTILES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 
 # Preprocessing is mostly Python, so it runs in processes. Forked ones start at once; elsewhere, and beside a GPU,
-# whose state does not survive a fork, they first import torch for some seconds. How many tables repay that:
-_TABLES_FOR_PROCESSES = {"fork": 8, "spawn": 200}
+# whose state does not survive a fork, joblib's first import torch for some seconds. How many tables repay that:
+_TABLES_FOR_PROCESSES = {"fork": 8, "loky": 200}
 
-# How many tables are prepared ahead of the forward passes.
-_AHEAD = 256
+# How many tables are prepared ahead of the forward passes, and of how many cells (about 0.3 GB in 8 members).
+_AHEAD_TABLES, _AHEAD_CELLS = 256, 2**22
 
-# Tables are run and decoded in chunks, of so many by device, whose logits stay below this many numbers (0.5 GB).
+# Tables are run and decoded in chunks, of so many by device, whose inputs and logits stay below this many numbers
+# (0.5 GB).
 _CHUNK_TABLES = {"cpu": 16, "cuda": 512}
-_CHUNK_LOGITS = 2**27
+_CHUNK_NUMBERS = 2**27
 
 # By device: what starting one forward pass costs, in multiply-adds it could have done instead, and the cells
 # beyond which a larger batch gains nothing. Orders of magnitude: on one CPU core the bundled host takes 10 ms a
@@ -74,8 +78,12 @@ class TableError(ValueError):
     """A table, `index` in the lists, that cannot be predicted."""
 
     def __init__(self, index: int, error: Exception) -> None:
-        super().__init__(f"table {index}: {error}")
+        super().__init__(index, error)
         self.index = index
+
+    def __str__(self) -> str:
+        """Which table, and what was wrong with it."""
+        return f"table {self.index}: {self.args[1]}"
 
 
 @dataclass
@@ -202,12 +210,18 @@ def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_P
 
 
 class _Engine:
-    """Takes the engine's place in a fitted regressor: notes what goes into the model, has what came out."""
+    """Takes the engine's place in a fitted regressor: notes what goes into the model, sums up what came out."""
 
     def __init__(self, engine: Any) -> None:
         self.members = engine.ensemble_members
         self.X_tests: list[Any] = []
-        self.outputs: list[Any] = []
+        self.total: Any = 0
+
+    @property
+    def numbers(self) -> int:
+        """Of the model's input."""
+        inputs = [*(member.X_train for member in self.members), *self.X_tests]
+        return sum(math.prod(X.shape) for X in inputs)
 
     def iter_outputs(self, X: Any, **_: Any) -> Iterator[Any]:
         self.X_tests = [member.transform_X_test(X) for member in self.members]
@@ -242,27 +256,31 @@ def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -
     return regressor
 
 
-def _prepare_bytes(*job: Any) -> bytes:
-    """`_prepare`, pickled here: a pool would send each tensor as an open file, of which a process has few."""
-    return pickle.dumps(_prepare(*job))
+def _prepare_bytes(job: bytes) -> bytes:
+    """`_prepare`, pickled on both ways: a pool would send each tensor as an open file, of which a process has few."""
+    return pickle.dumps(_prepare(*pickle.loads(job)))
+
+
+def _add_output(regressor: TabPFNRegressor, position: int, logits_ML: Tensor) -> None:
+    """Add a member's logits to its table's, on the table's borders, as `predict_batched` does."""
+    criterion, engine = regressor.znorm_space_bardist_, regressor.executor_
+    engine.total = engine.total + regressor._translate_batched_logits(
+        output=logits_ML,
+        config=engine.members[position].config,
+        znorm_borders=criterion.borders,
+        std_borders=criterion.borders.cpu().numpy(),
+    )
 
 
 def _decode(regressor: TabPFNRegressor, n_test: int, output_type: str, quantiles: list[float]) -> Any:
-    """What `predict` would return, from the members' logits, by the steps of `predict_batched`."""
+    """What `predict` would return, from the sum of the members' logits, as `predict_batched` does."""
     if regressor.is_constant_target_:
         return regressor._handle_constant_target(n_test, output_type, quantiles)  # type: ignore[arg-type]
-    criterion, engine = regressor.znorm_space_bardist_, regressor.executor_
-    std_borders = criterion.borders.cpu().numpy()
-    total: Any = 0
-    for member, logits_ML in zip(engine.members, engine.outputs, strict=True):
-        total = total + regressor._translate_batched_logits(
-            output=logits_ML, config=member.config, znorm_borders=criterion.borders, std_borders=std_borders
-        )
     return regressor._decode_batched_dataset(
-        accumulated_logits=total,
-        n_estimators=len(engine.members),
+        accumulated_logits=regressor.executor_.total,
+        n_estimators=len(regressor.executor_.members),
         raw_space_bardist=regressor.raw_space_bardist_,
-        znorm_space_bardist=criterion,
+        znorm_space_bardist=regressor.znorm_space_bardist_,
         y_mean=regressor.y_train_mean_,
         y_std=regressor.y_train_std_,
         output_type=output_type,  # type: ignore[arg-type]
@@ -288,7 +306,7 @@ class _Member:
 
 
 class _Passes:
-    """Runs batches of members through the model on one device, and halves those that do not fit."""
+    """Runs members through the model on one device, in smaller batches where they do not fit."""
 
     def __init__(self, model: nn.Module, template: TabPFNRegressor, byte_size: int, costs: Costs) -> None:
         self.device = template.devices_[0]
@@ -299,7 +317,6 @@ class _Passes:
             cache.set_dtype(self.dtype)
         self.model = cache.get(self.device)
         self.template, self.byte_size, self.costs = template, byte_size, costs
-        self.max_cells = sys.maxsize
 
     def members_of(self, table: int, engine: _Engine) -> Iterator[_Member]:
         """A table's members on the device, by the steps of TabPFN's own engines."""
@@ -320,53 +337,62 @@ class _Passes:
         report: RaggedReport,
         threads: Callable[[], int],
     ) -> dict[int, Exception]:
-        """Give each prepared regressor its members' logits; what the device said to tables too large for it."""
-        engines = {index: r.executor_ for index, r in tables.items() if not r.is_constant_target_}
-        members = [member for index, engine in engines.items() for member in self.members_of(index, engine)]
-        too_large: dict[int, Exception] = {}
-        for engine in engines.values():
-            engine.outputs = [None] * len(engine.members)
-        for batch in plan_batches(np.array([m.size for m in members]).reshape(-1, 3), self.costs, max_padding):
-            for member, output in self.run([members[i] for i in batch], report, threads):
-                if isinstance(output, Exception):
-                    too_large[member.table] = output
-                else:
-                    engines[member.table].outputs[member.position] = output
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # so that the report's seconds mean something
-        return too_large
+        """Give each prepared regressor the sum of its members' logits; what was wrong with those that have none."""
+        members: list[_Member] = []
+        failed: dict[int, Exception] = {}
+        with report._timed("preprocessing"):
+            for index, regressor in tables.items():
+                if regressor.is_constant_target_:
+                    continue
+                try:
+                    regressor.inference_precision = self.template.inference_precision
+                    regressor.to(self.device)
+                    members += list(self.members_of(index, regressor.executor_))
+                except Exception as error:
+                    failed[index] = error.with_traceback(None)  # its frames hold tensors
+        for member, output in self.run(members, max_padding, report, threads):
+            if isinstance(output, Exception):
+                failed[member.table] = output
+            elif member.table not in failed:
+                try:
+                    with report._timed("decoding"):
+                        _add_output(tables[member.table], member.position, output)
+                except Exception as error:
+                    failed[member.table] = error.with_traceback(None)
+        return failed
 
     def run(
-        self, members: list[_Member], report: RaggedReport, threads: Callable[[], int]
+        self, members: list[_Member], max_padding: float, report: RaggedReport, threads: Callable[[], int]
     ) -> Iterator[tuple[_Member, Tensor | Exception]]:
         """Each member with its logits (M, buckets), or with what the device said to it even alone."""
-        cells = _padded_cells(members)
-        if len(members) == 1 or cells <= self.max_cells:
+        left = self._plan(members, max_padding)
+        while left:
+            batch = left.popleft()
             try:
-                outputs = self._forward(members, threads())
-            except RuntimeError as error:
-                if not is_oom_error(error):
+                with report._timed("forward"):
+                    outputs: Sequence[Tensor | Exception] = self._forward(batch, threads())
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
                     raise
-                failure = error.with_traceback(None)  # its frames hold the tensors that did not fit
+                outputs = [error.with_traceback(None)]  # its frames hold the tensors that did not fit
+                report.out_of_memory += 1
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+                if len(batch) > 1:
+                    self.costs = dataclasses.replace(self.costs, max_cells=_padded_cells(batch) // 2)
+                    left = self._plan(list(itertools.chain(batch, *left)), max_padding)
+                    continue
             else:
-                own = sum(self.costs.work(len(m.x_RC), m.x_RC.shape[1]) for m in members)
-                tops = np.max([m.size for m in members], axis=0)
                 report.batches += 1
-                report.members += len(members)
-                report._own_work += own
-                report._padded_work += len(members) * self.costs.work(tops[0] + tops[1], tops[2])
-                yield from zip(members, outputs, strict=True)
-                return
-            report.out_of_memory += 1
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            if len(members) == 1:
-                yield members[0], failure
-                return
-            self.max_cells = min(self.max_cells, cells // 2)
-        half = len(members) // 2
-        yield from self.run(members[:half], report, threads)
-        yield from self.run(members[half:], report, threads)
+                report.members += len(batch)
+                report._own_work += sum(self.costs.work(len(m.x_RC), m.x_RC.shape[1]) for m in batch)
+                n_train, n_test, columns = np.max([m.size for m in batch], axis=0)
+                report._padded_work += len(batch) * self.costs.work(n_train + n_test, columns)
+            yield from zip(batch, outputs, strict=True)
+
+    def _plan(self, members: list[_Member], max_padding: float) -> deque[list[_Member]]:
+        sizes = np.array([member.size for member in members]).reshape(-1, 3)
+        return deque([members[i] for i in batch] for batch in plan_batches(sizes, self.costs, max_padding))
 
     def _forward(self, members: list[_Member], threads: int) -> list[Tensor]:
         x_RBC, y_NB, structure = _pad(members)
@@ -390,7 +416,15 @@ class _Passes:
             logits_MBL = self.model(  # type: ignore[call-overload]
                 x_RBC, y_NB, structure=structure, performance_options=performance, task_type="regression"
             )
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that the report's seconds mean something
         return [logits_MBL[: member.size[1], i] for i, member in enumerate(members)]
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """TabPFN's test, which is about GPUs, and what torch says when the CPU's memory or cuBLAS's ends."""
+    others = ("DefaultCPUAllocator", "ALLOC_FAILED")
+    return isinstance(error, MemoryError) or is_oom_error(error) or any(text in str(error) for text in others)
 
 
 def _padded_cells(members: list[_Member]) -> int:
@@ -457,7 +491,8 @@ def predict_ragged(
             does not fit into the device's memory is halved, down to single members, and nothing is lost.
         on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
         n_jobs: Processes that preprocess, beside the forward passes; 0 for none. By default half the cores
-            (beside a GPU all but one), as soon as there are enough tables to repay their start.
+            (beside a GPU all but one), as soon as there are enough tables to repay their start. Should one
+            be killed, this process goes on alone, and warns.
         report: Filled in with what was done.
         on_tables: Called now and then with the number of tables that are done, to show progress.
         options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
@@ -474,11 +509,7 @@ def predict_ragged(
         TypeError: An option that `TabPFNRegressor` does not have.
         NotImplementedError: `tuning_config` or majority downsampling, as `predict_batched` refuses them.
     """
-    if retrofit.variant != "closed":
-        raise ValueError(
-            f"padding is inert only in the variant 'closed', not in {retrofit.variant!r}; make one by "
-            "oretrofit.patch(host, variant='closed') or `oretrofit patch --variant closed --out FILE`"
-        )
+    _check_closed(retrofit)
     lists = [X_trains, y_trains, X_tests]
     if any(isinstance(entries, (pd.DataFrame, pd.Series, str, dict)) for entries in lists):
         raise ValueError("X_trains, y_trains and X_tests are lists with one entry a table")
@@ -489,6 +520,8 @@ def predict_ragged(
         raise ValueError("nothing to predict: no tables")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    if n_jobs is not None and n_jobs < 0:
+        raise ValueError(f"n_jobs is a number of processes, 0 for none, got {n_jobs}")
     if not 0 <= max_padding < 1:
         raise ValueError(f"max_padding is a share in [0, 1), got {max_padding}")
     # Said now as `predict` would say it, not after the forward passes.
@@ -527,32 +560,39 @@ def predict_ragged(
     with closing(prepared), _same_threads():
         while waiting:
             chunk: dict[int, TabPFNRegressor] = {}
-            logits = 0
+            numbers = 0
             with report._timed("preprocessing"):
-                while waiting and len(chunk) < chunk_tables and logits < _CHUNK_LOGITS:
+                while waiting and len(chunk) < chunk_tables and numbers < _CHUNK_NUMBERS:
                     index, regressor = waiting.pop(), next(prepared)
                     if isinstance(regressor, Exception):
                         refuse(index, regressor)
                         continue
                     chunk[index] = regressor
-                    regressor.inference_precision = template.inference_precision
-                    regressor.to(passes.device)
                     if not regressor.is_constant_target_:
-                        logits += sum(map(len, regressor.executor_.X_tests)) * specs.model.n_out
-            with report._timed("forward"):
-                too_large = passes.answer(chunk, max_padding, report, prepared.threads)
-            for index, error in too_large.items():
-                refuse(index, error)
-                del chunk[index]
+                        numbers += regressor.executor_.numbers + len(tables[index][2]) * specs.model.n_out
+            failed = passes.answer(chunk, max_padding, report, prepared.threads)
             with report._timed("decoding"):
                 torch.set_num_threads(prepared.threads())
-                for index, regressor in chunk.items():
-                    results[index] = _decode(regressor, len(tables[index][2]), output_type, quantiles)
-            report.tables += len(chunk)
+                for index in chunk.keys() - failed.keys():
+                    try:
+                        results[index] = _decode(chunk[index], len(tables[index][2]), output_type, quantiles)
+                    except Exception as error:
+                        failed[index] = error
+            for index, reason in failed.items():
+                refuse(index, reason)
+            report.tables += len(chunk) - len(failed)
             chunk_tables = min(2 * chunk_tables, most_tables)
             if on_tables is not None:
                 on_tables(len(tables) - len(waiting))
     return results
+
+
+def _check_closed(retrofit: Retrofit) -> None:
+    if retrofit.variant != "closed":
+        raise ValueError(
+            f"padding is inert only in the variant 'closed', not in {retrofit.variant!r}; make one by "
+            "oretrofit.patch(host, variant='closed') or `oretrofit patch --variant closed --out FILE`"
+        )
 
 
 def _settings(weightless: Any, options: dict[str, Any]) -> tuple[TabPFNRegressor, int, dict[str, Any]]:
@@ -597,12 +637,16 @@ def _same_threads() -> Iterator[None]:
 
 
 def _start_method(device: torch.device) -> str:
-    return "fork" if sys.platform == "linux" and device.type == "cpu" else "spawn"
+    return "fork" if sys.platform == "linux" and device.type == "cpu" else "loky"
 
 
 def _start_worker() -> None:
     torch.set_num_threads(1)
     threadpoolctl.threadpool_limits(1)
+
+
+def _start_forked_worker() -> None:
+    _start_worker()
     # A process that is killed cannot stop its workers, and they would wait for work for ever.
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
@@ -624,44 +668,68 @@ class _Preparation:
         n_jobs: int,
         start_method: str,
     ) -> None:
-        self._work = (({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
-        self._pool: ProcessPoolExecutor | None = None
-        self._ahead: deque[tuple[Future, tuple[Any, ...]]] = deque()
+        self._work: Iterator[tuple[Any, ...]] = (({**options, "random_state": seeds[i]}, *tables[i]) for i in order)
+        self._pool: Executor | None = None
+        # What is being prepared: its future, where it could be sent to a process; the job; its cells.
+        self._ahead: deque[tuple[Future | None, tuple[Any, ...], int]] = deque()
         self._n_jobs, self._threads = n_jobs, torch.get_num_threads()
         if n_jobs > 0:
-            self._pool = ProcessPoolExecutor(n_jobs, mp_context=get_context(start_method), initializer=_start_worker)
-            self._submit(_AHEAD)
+            self._pool = (
+                ProcessPoolExecutor(n_jobs, mp_context=get_context("fork"), initializer=_start_forked_worker)
+                if start_method == "fork"
+                # Unlike the standard library's, it does not run the caller's script again in each process.
+                else loky.ProcessPoolExecutor(n_jobs, initializer=_start_worker)
+            )
 
     def __next__(self) -> TabPFNRegressor | ValueError:
-        if self._pool is None:
+        if self._pool is not None:
+            self._send()
+        if not self._ahead:
             return _prepare(*next(self._work))
-        future, job = self._ahead.popleft()
+        future, job, _ = self._ahead.popleft()
         try:
-            self._submit(1)
-            return pickle.loads(future.result())
-        except BrokenExecutor as error:
-            raise RuntimeError(
-                "a process that prepares tables was killed, perhaps for want of memory; n_jobs=0 goes without"
-            ) from error
-        except Exception:  # it cannot be sent to another process
-            return _prepare(*job)
+            if future is not None:
+                return pickle.loads(future.result())
+        except BrokenExecutor:
+            warnings.warn(
+                "a process that prepares tables was killed, perhaps for want of memory; going on without",
+                stacklevel=3,
+            )
+            self.close()
+            self._work = itertools.chain([job, *(job for _, job, _ in self._ahead)], self._work)
+            self._ahead.clear()
+            return next(self)
+        except Exception:  # what cannot be sent back or understood there, such as the caller's own classes
+            pass
+        return _prepare(*job)
 
-    def _submit(self, count: int) -> None:
-        for job in itertools.islice(self._work, count):
-            self._ahead.append((self._pool.submit(_prepare_bytes, *job), job))  # type: ignore[union-attr]
+    def _send(self) -> None:
+        """Send the next jobs to the processes, up to so many ahead."""
+        while len(self._ahead) < _AHEAD_TABLES and sum(cells for _, _, cells in self._ahead) < _AHEAD_CELLS:
+            if (job := next(self._work, None)) is None:
+                return
+            try:
+                future = self._pool.submit(_prepare_bytes, pickle.dumps(job))  # type: ignore[union-attr]
+            except Exception:  # it cannot be pickled, or the pool is broken, which an earlier job will say
+                future = None
+            self._ahead.append((future, job, math.prod(_rough_size(job[1:]))))
 
     def threads(self) -> int:
         """How many threads are left for others: a core that is busy here would keep all of them waiting."""
-        busy = bool(self._ahead) and not self._ahead[-1][0].done()
+        busy = any(future is not None and not future.done() for future, _, _ in reversed(self._ahead))
         return max(1, self._threads - self._n_jobs) if busy else self._threads
 
     def close(self) -> None:
         """Stop what still runs."""
+        for future, _, _ in self._ahead:
+            if future is not None:
+                future.cancel()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown()
+        self._pool = None
 
 
-def _rough_size(table: tuple[Any, Any, Any]) -> tuple[int, ...]:
+def _rough_size(table: tuple[Any, ...]) -> tuple[int, int]:
     """(rows, columns) of a raw table; zeros for one that is none, which preprocessing will say."""
     X_train, _, X_test = table
     try:
@@ -691,7 +759,7 @@ def predict_groups(
 
     Args:
         retrofit: Of the variant `closed`. As a method, the retrofit itself.
-        train: Group, target and features. Groups that have no rows in `test` play no part.
+        train: Group, target and features. Groups that have no rows in `test` play no part but in `pooled`.
         test: Group and the same features, in any order; a target column is left aside.
         target: The column to predict.
         by: The column that names the group (a store, a series, a patient). It is no feature.
@@ -724,11 +792,11 @@ def predict_groups(
         raise ValueError(f"TabPFN needs two train rows at least, so min_rows cannot be {min_rows}")
     if output_type == "quantiles" and quantiles is not None and not len(quantiles):
         raise ValueError("quantiles is empty")
+    _check_closed(retrofit)
     features = check_groups(train, test, target=target, by=by)
     report = RaggedReport() if report is None else report
 
-    rows_of = train.groupby(by, sort=False, observed=True).indices
-    wanted = test.groupby(by, sort=False, observed=True).indices
+    rows_of, wanted = _rows_by_group(train[by]), _rows_by_group(test[by])
     few = [group for group in wanted if len(rows_of.get(group, ())) < min_rows]
     if few and too_few == "error":
         counts = ", ".join(f"{_plain(group)!r} ({len(rows_of.get(group, ()))})" for group in few[:10])
@@ -754,6 +822,7 @@ def predict_groups(
     ]
     answers: list[Any] = []
     if tables:
+        earlier, report.errors = report.errors, {}
         try:
             answers = predict_ragged(
                 retrofit,
@@ -765,9 +834,12 @@ def predict_groups(
             )
         except TableError as error:
             raise ValueError(f"group {_plain(plan[error.index][0])!r}: {error.__cause__}") from error.__cause__
-        report.errors = {plan[index][0]: message for index, message in report.errors.items()}
+        finally:
+            report.errors = earlier | {_plain(plan[index][0]): message for index, message in report.errors.items()}
     if too_few == "nan":
-        report.errors |= {group: f"{len(rows_of.get(group, ()))} train rows, fewer than {min_rows}" for group in few}
+        report.errors |= {
+            _plain(group): f"{len(rows_of.get(group, ()))} train rows, fewer than {min_rows}" for group in few
+        }
     points = {"main": ["mean", "median", "mode"], "quantiles": []}.get(output_type, [target])
     levels = _QUANTILES if quantiles is None else quantiles
     columns = [*points, *(levels if output_type in ("main", "quantiles") else [])]
@@ -780,6 +852,12 @@ def predict_groups(
     if output_type in ("main", "quantiles"):
         return pd.DataFrame(values, index=test.index, columns=columns)
     return pd.Series(values[:, 0], index=test.index, name=target)
+
+
+def _rows_by_group(groups: pd.Series) -> dict[Hashable, np.ndarray]:
+    """Positions of each group's rows, groups as they first appear."""
+    groups = groups.reset_index(drop=True)  # its index may have the name of the column
+    return groups.groupby(groups, sort=False, observed=True).indices
 
 
 def _plain(group: Any) -> Any:

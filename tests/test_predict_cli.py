@@ -61,6 +61,10 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_host) -> Path:
     train.assign(y=train["y"].mask(train["shop"] == "south")).to_csv(folder / "gap.csv", index=False)
     train.assign(shop=range(len(train))).to_csv(folder / "unique.csv", index=False)
     train[train["shop"] != "west"].to_csv(folder / "no-west.csv", index=False)
+    train.head(1).to_csv(folder / "one-row.csv", index=False)
+    for name, table, kinds in (("train", train, ["1", "2", "A"]), ("test", test, ["1", None, "2"])):
+        kind = np.resize(np.array(kinds, dtype=object), len(table))
+        table.assign(shop=table["shop"].replace("west", "NA"), kind=kind).to_csv(folder / f"{name}-NA.csv", index=False)
     (folder / "empty.csv").write_text("")
     (folder / "broken.parquet").write_text("no parquet")
     (folder / "table.txt").write_text("x,y\n1,2\n")
@@ -118,6 +122,22 @@ def test_parquet_keeps_the_index(tmp_path: Path) -> None:
     result = predict("--train train.parquet --test test.parquet --by shop", tmp_path / "p.csv")
     assert result.exit_code == 0, result.output
     assert list(pd.read_csv(tmp_path / "p.csv")["row"]) == list(range(100, 109))
+
+
+def test_names_and_text_are_not_taken_for_something_else(tmp_path: Path) -> None:
+    """A group may be called NA; and a column of text is text in the other file too, though all looks like numbers."""
+    result = predict("--train train-NA.csv --test test-NA.csv --by shop", tmp_path / "p.csv")
+    assert result.exit_code == 0, result.output
+    found = pd.read_csv(tmp_path / "p.csv", keep_default_na=False)
+    train, test = (pd.read_csv(f"{name}-NA.csv", dtype=str, keep_default_na=False) for name in ("train", "test"))
+    assert list(found["shop"]) == list(test["shop"]) and "NA" in set(test["shop"])
+    numbers = {"x1": float, "x2": float}
+    own, rows = train[train["shop"] == "NA"].astype(numbers), test[test["shop"] == "NA"].astype(numbers)
+    kind = rows["kind"].where(rows["kind"] != "", None)
+    fitted = regressor(model_path=api.load("closed.json").specs, device="cpu")
+    fitted.fit(own[["x1", "x2", "kind"]], own["y"].astype(float))
+    expected = fitted.predict(rows[["x1", "x2"]].assign(kind=kind))
+    np.testing.assert_allclose(found["prediction"][rows.index], expected, atol=1e-4)
 
 
 def test_without_by_it_is_one_table(tmp_path: Path) -> None:
@@ -184,13 +204,14 @@ def test_pooled(tmp_path: Path) -> None:
         ("--train word.csv --by shop", "the target 'y' of word.csv is not numeric: 'high' in group 'south'"),
         ("--train gap.csv --by shop", "group 'south': Input y contains NaN"),
         ("--train gap.csv", "Input y contains NaN"),
+        ("--train one-row.csv", "one-row.csv has one row; a prediction needs two"),
         ("--target z", "train has no target column 'z'"),
         ("--by city", "no group column 'city'"),
         ("--by y", "'y'"),
         ("--train unique.csv --by shop", "every row of train is a group of its own: 'shop' names rows, not groups"),
         ("--train no-west.csv --by shop", "1 of 3 groups in test have fewer than 2 train rows: 'west' (0)"),
         ("--by shop --on-error stop", "--on-error is error or skip, not 'stop'"),
-        ("--by shop --too-few drop", "too_few is 'error', 'nan' or 'pooled', not 'drop'"),
+        ("--by shop --too-few drop", "--too-few is error, nan or pooled, not 'drop'"),
         ("--on-error skip", "are about groups, whose column --by names"),
         ("--quantiles 0.1,high", "--quantiles are numbers between 0 and 1, joined by commas, not '0.1,high'"),
         ("--quantiles 10,90", "--quantiles are numbers between 0 and 1, joined by commas, not '10,90'"),
