@@ -22,7 +22,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
-bench = typer.Typer(help="Measure what a patch costs, and how good a host is.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Measure what a patch costs, how good a host is, and what ragged prediction gains.", no_args_is_help=True
+)
 app.add_typer(bench, name="bench")
 
 _HELD_OUT = 8  # synthetic tables on which `patch` compares host and variant
@@ -34,8 +36,8 @@ Suite = Annotated[
 ]
 Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
-Delta = Annotated[float, typer.Option(help="1 minus the presence at the quantile, between 0 and 1.")]
-Quantile = Annotated[float, typer.Option(help="Which low quantile of ||h||² gets that presence, from 0 to 1.")]
+Delta = Annotated[float, typer.Option(help="How much presence a live token at the quantile loses, between 0 and 1.")]
+Quantile = Annotated[float, typer.Option(help="Which quantile of ||h||² keeps presence 1 - delta, from 0 to 1.")]
 Tables = Annotated[int, typer.Option(help="Synthetic tables to calibrate on.")]
 
 
@@ -249,7 +251,7 @@ def predict(
         str, typer.Option(metavar="error|skip", help="A group that cannot be predicted: an error, or no prediction.")
     ] = "error",
     precision: Annotated[
-        str, typer.Option(help="auto, float32, float64 or autocast; in half precision what shares a pass matters.")
+        str, typer.Option(help="auto, float32, float64 or autocast; in half precision what shares a pass shows.")
     ] = "auto",
     device: Device = "auto",
 ) -> None:

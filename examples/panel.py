@@ -1,6 +1,7 @@
 """Forecast a panel of monthly series of unequal length, each from its own past, in shared forward passes.
 
-Run it as `python examples/panel.py`; it prints the forecasts' error and draws six of them in panel.png.
+Run it as `python examples/panel.py`, where oretrofit is installed; it prints the forecasts' error and draws six of
+them in panel.png.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def plot(train: pd.DataFrame, test: pd.DataFrame, forecast: pd.DataFrame, file: 
         past, future = train[train["shop"] == shop], test[test["shop"] == shop]
         at, month = future.index, future["month"]
         axes.plot(past["month"].tail(36), past["sales"].tail(36), color=INK, linewidth=1, label="known (last 3 years)")
-        axes.plot(month, future["sales"], ".", color=INK, markersize=6, markeredgewidth=0, label="what came")
+        axes.plot(month, future["sales"], ".", color=INK, markersize=6, markeredgewidth=0, label="actual")
         axes.fill_between(month, low[at], high[at], color=BLUE, alpha=0.25, linewidth=0, label="10 % to 90 % quantile")
         axes.plot(month, middle[at], color=BLUE, linewidth=1.5, label="median forecast")
         axes.set_title(f"{shop}, {len(past)} months known", fontsize=9)

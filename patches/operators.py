@@ -125,14 +125,16 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
     with torch.autocast(q.device.type, enabled=False):
         if q.device.type != "cuda" or batch * heads <= _CUDA_MAX_CALLS:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
-        step = max(1, _CUDA_MAX_CALLS // heads)
+        # By the number of chunks: a compiled model has to know that, but not the batch.
+        chunks = -(-batch // max(1, _CUDA_MAX_CALLS // heads))
+        step = -(-batch // chunks)
         bias = bias.expand(batch, *bias.shape[1:])
         return torch.cat(
             [
                 F.scaled_dot_product_attention(
                     q[i : i + step], k[i : i + step], v[i : i + step], attn_mask=bias[i : i + step], scale=scale
                 )
-                for i in range(0, batch, step)
+                for i in (chunk * step for chunk in range(chunks))
             ]
         )
 

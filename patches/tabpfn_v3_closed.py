@@ -55,14 +55,15 @@ class OTargetEncoder(nn.Linear):
 
     def inject(self, h: Tensor, y: Tensor) -> Tensor:
         """OInject of the embedded targets y (..., 1) into h (..., E)."""
-        return oinject(h, self(y), self.tau)
+        # Projected as a matrix: for more dimensions torch compiles a kernel on CUDA, and needs a C compiler.
+        return oinject(h, self(y.reshape(-1, 1)).unflatten(0, y.shape[:-1]), self.tau)
 
 
 class OCellEmbedding(nn.Linear):
     """The host's cell embedding, its bias injected by the presence of the cell.
 
     A cell comes as (g, p) or, where there are train rows, (g, p, y, t): the F features that the host
-    embeds, the cell's presence, the target of its row, and 1 on train rows. All four are 0 for a
+    embeds, the cell's presence, the target of its row, and 1 on train rows. g and p are 0 for a
     NULL cell, and so is what becomes of it.
     """
 
@@ -116,15 +117,20 @@ def with_structure(x_RBC: Tensor, y_NB: Tensor | None, structure: Structure) -> 
     """x with its structure beside it, (R, B, 2 C), live columns first; y with NaN on NULL train rows.
 
     Side by side, x and its structure get through the host's slicing of rows to the door. Raises
-    `ValueError` for a structure that is not bool, or does not fit x.
+    `ValueError` for a structure that is not bool, or does not fit x in shape and device.
     """
     R, B, C = x_RBC.shape
     for name, exists, shape in (("rows_BR", structure.rows_BR, (B, R)), ("columns_BC", structure.columns_BC, (B, C))):
         if exists is not None and not (
-            isinstance(exists, Tensor) and exists.dtype == torch.bool and exists.shape == shape
+            isinstance(exists, Tensor)
+            and (exists.dtype, exists.shape, exists.device) == (torch.bool, shape, x_RBC.device)
         ):
-            found = f"{exists.dtype} {tuple(exists.shape)}" if isinstance(exists, Tensor) else type(exists).__name__
-            raise ValueError(f"{name} of the structure must be a bool tensor of shape {shape}, not {found}")
+            found = type(exists).__name__
+            if isinstance(exists, Tensor):
+                found = f"{exists.dtype} {tuple(exists.shape)} on {exists.device}"
+            raise ValueError(
+                f"{name} of the structure must be a bool tensor of shape {shape} on {x_RBC.device}, not {found}"
+            )
     exists_RBC = torch.ones_like(x_RBC)
     if structure.columns_BC is not None:
         # Columns are grouped and rotated by their position.

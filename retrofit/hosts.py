@@ -266,7 +266,7 @@ def _first_line(error: Exception) -> str:
 
 def _check_regressor(architecture: Any, config: Any, where: str) -> None:
     """Refuse by name what is not a TabPFN v3 regressor."""
-    if architecture not in ("tabpfn_v3", "TabPFNV3", "OTabPFNV3"):
+    if architecture not in ("tabpfn_v3", "TabPFNV3", "OTabPFNV3", "ClosedTabPFNV3"):
         known = "tabpfn_v2_5" if architecture == "base" else str(architecture)
         kind = known if known in ARCHITECTURES else f"unknown architecture {known}"
         raise HostError(f"{where} is a {kind} model, not a TabPFN v3 regressor. {_HOW_TO_GET_V3}")

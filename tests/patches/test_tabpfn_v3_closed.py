@@ -583,8 +583,11 @@ def test_null_rows_change_no_bit_of_the_statistics(models, scale):
 @pytest.mark.parametrize(
     ("structure", "message"),
     [
-        (Structure(torch.ones(2, 5, dtype=torch.bool)), r"rows_BR .* \(2, 6\), not torch.bool \(2, 5\)"),
-        (Structure(columns_BC=torch.ones(2, 1, dtype=torch.bool)), r"columns_BC .* \(2, 3\), not torch.bool \(2, 1\)"),
+        (Structure(torch.ones(2, 5, dtype=torch.bool)), r"rows_BR .* \(2, 6\) on cpu, not torch.bool \(2, 5\) on"),
+        (
+            Structure(columns_BC=torch.ones(2, 1, dtype=torch.bool)),
+            r"columns_BC .* \(2, 3\) on cpu, not torch.bool \(2, 1\) on",
+        ),
         (Structure(columns_BC=torch.full((2, 3), 0.5)), "must be a bool tensor .* not torch.float32"),
         (Structure(rows_BR=[[True] * 6] * 2), "must be a bool tensor .* not list"),  # type: ignore[arg-type]
     ],

@@ -16,6 +16,7 @@ from tabpfn.settings import settings
 from oretrofit import load_host, patch
 from oretrofit.patches.tabpfn_v3 import OTabPFNV3
 from oretrofit.retrofit.hosts import HostError, random_host
+from oretrofit.retrofit.patcher import VARIANTS
 
 V3_FILE = "tabpfn-v3-regressor-v3_default.ckpt"
 
@@ -266,16 +267,18 @@ def test_a_regressor_fitted_on_a_constant_target(tiny_host, regressor, predict, 
     assert np.array_equal(predict(load_host(given).specs()), predict(tiny_host.specs()))
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("way", ["model", "fitted", "unfitted"])
-def test_a_patched_model_as_host_is_unpatched(tiny_host, regressor, predict, table, way):
-    retrofit = patch(tiny_host, "full-o", tau=1.0)
+def test_a_patched_model_as_host_is_unpatched(tiny_host, regressor, predict, table, way, variant):
+    retrofit = patch(tiny_host, variant, tau=1.0)
+    patched = type(retrofit.model)
     given = retrofit.model if way == "model" else regressor(retrofit.specs)
     if way == "fitted":
         given.fit(*table[:2])
     host = load_host(given)
     assert host.sha256 == tiny_host.sha256
     assert np.array_equal(predict(host.specs()), predict(tiny_host.specs()))
-    assert type(retrofit.model) is OTabPFNV3
+    assert type(retrofit.model) is patched and issubclass(patched, OTabPFNV3)
 
 
 def test_a_model_as_host(tiny_host, predict):
