@@ -182,8 +182,8 @@ def bench_notes(result: dict[str, Any]) -> str:
     shift = max(result[method]["max_abs_diff_sd"] for method in METHODS)
     return (
         f"{settings['tables']} tables of {ROWS[0]} to {ROWS[1]} rows and {COLUMNS[0]} to {COLUMNS[1]} columns, medians "
-        f"of {settings['rounds']} rounds, {settings['threads']} threads. Loop: fit and predict of the unpatched host; "
-        "shape groups: its predict_batched on tables of one shape. Time/ragged: a method's time / ragged "
+        f"over {settings['rounds']} round(s), {settings['threads']} threads. Loop: fit and predict of the unpatched "
+        "host; shape groups: its predict_batched on tables of one shape. Time/ragged: a method's time / ragged "
         "prediction's, paired by round. Prep(rocessing), fwd (forward passes), decode: seconds. Peak: of the process "
         "and the largest it starts (and of the GPU). The methods' "
         f"means differ by {shift:.1g} target standard deviations at most."
