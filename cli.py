@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,14 +252,18 @@ def predict(
         str, typer.Option(metavar="error|skip", help="A group that cannot be predicted: an error, or no prediction.")
     ] = "error",
     precision: Annotated[
-        str, typer.Option(help="auto, float32, float64 or autocast; in half precision what shares a pass shows.")
+        str,
+        typer.Option(
+            help="auto, float32, float64 or autocast. Below float32 answers depend a little on what shares a pass."
+        ),
     ] = "auto",
     device: Device = "auto",
 ) -> None:
     """Predict a table with the closed retrofit of a host; with --by, each group from its own rows.
 
-    Groups are predicted as if each were fitted alone, but share forward passes. FILE gets a row for each test row:
-    with --by its group, the mean as [b]prediction[/b], and a column like [b]q0.1[/b] for each quantile.
+    Groups are predicted as if each were fitted alone, but share forward passes. The file at --out gets a row for each
+    test row, in their order: its group (with --by), the mean as [b]prediction[/b], and a column like [b]q0.1[/b] for
+    each quantile. Columns of dates (and of text like 2024-12-31 throughout) become calendar features, by TabPFN's code.
     """
     if on_error not in ("error", "skip"):
         raise ValueError(f"--on-error is error or skip, not {on_error!r}")
@@ -270,6 +275,8 @@ def predict(
     for file in (train, test, out):
         if file.suffix not in (".csv", ".parquet"):
             raise ValueError(f"{file} is neither a .csv nor a .parquet file")
+    if out.resolve() in (train.resolve(), test.resolve()):
+        raise ValueError(f"--out {out} would overwrite what is read")
     _check_writable(out)
     import pandas as pd
 
@@ -293,6 +300,11 @@ def predict(
             group = f" in group {text[by].iloc[0]!r}" if by in text else ""
             raise ValueError(f"the target {target!r} of {train} is not numeric: {text[target].iloc[0]!r}{group}")
         known[target] = numbers  # text is missing then, which costs no more than its group
+    if target in known and on_error == "error":
+        asked = known[by].isin(wanted[by]) if by in known and by in wanted else True
+        if gaps := int((known[target].isna() & asked).sum()):
+            skip = "" if by is None else ", or say --on-error skip to go without their groups"
+            raise ValueError(f"{gaps} rows of {train} have no {target!r}: leave them out{skip}")
     named = [] if by is None else [by]
     answers_to = ["prediction", *(f"q{level:.12g}" for level in levels)]
     if by in answers_to:
@@ -304,8 +316,10 @@ def predict(
         while by in known or by in wanted:
             by += "_"
         known[by] = wanted[by] = "the whole table"
-    check_groups(known, wanted, target=target, by=by)  # also here, before it takes time to calibrate
-    with _progress(console) as progress:
+    features = check_groups(known, wanted, target=target, by=by)  # also here, before it takes time to calibrate
+    _parse_dates(known, wanted, features)
+    with _progress(console) as progress, warnings.catch_warnings():
+        warnings.simplefilter("once")  # not once a group
         if retrofit is not None:
             closed = oretrofit.load(retrofit, host)
         else:
@@ -328,6 +342,7 @@ def predict(
             on_tables=lambda done: progress.update(task, completed=done),
             device=device,
             inference_precision=PRECISIONS[precision],
+            inference_config={"TRANSFORM_DATES": True},
         )
     columns = dict(zip(answers_to, (frame[column] for column in ["mean", *levels]), strict=True))
     answers = wanted[named].assign(**columns)
@@ -682,12 +697,29 @@ def _read_table(file: Path, by: str | None, text_columns: Sequence[str] = ()) ->
         raise ValueError(f"cannot read {file}: {error}") from error
 
 
+def _parse_dates(known: pd.DataFrame, wanted: pd.DataFrame, features: Sequence[Any]) -> None:
+    """Make dates of the columns whose text is dates in all rows of both tables."""
+    import pandas as pd
+
+    for name in features:
+        columns = [table[name] for table in (known, wanted)]
+        if all(
+            pd.api.types.is_string_dtype(column) and column.str.match(r"\d{4}-\d\d-\d\d").eq(True).all()
+            for column in columns
+        ):
+            try:
+                known[name], wanted[name] = (pd.to_datetime(column, format="ISO8601") for column in columns)
+            except ValueError:  # some only begin like dates
+                continue
+
+
 def _write_table(table: pd.DataFrame, file: Path) -> None:
     """Write a table; an index that only counts the rows is left out of a CSV file."""
     import pandas as pd
 
     if file.suffix == ".csv":
-        table.to_csv(file, index=not table.index.equals(pd.RangeIndex(len(table))))
+        named = table.index.names if any(table.index.names) else "index"
+        table.to_csv(file, index=not table.index.equals(pd.RangeIndex(len(table))), index_label=named)
     else:
         table.to_parquet(file)
 

@@ -157,7 +157,7 @@ def measure_ragged(
 
 def bench_cells(result: dict[str, Any]) -> Cells:
     """Header and cells of `measure_ragged`'s result, a row a method."""
-    header = ["method", "tables/s", "time/ragged", "peak MB", "prep", "fwd", "decode", "passes", "pad"]
+    header = ["method", "tables/s", "time/ragged", "peak MiB", "prep", "fwd", "decode", "passes", "pad"]
     cells = []
     for method in METHODS:
         found = result[method]

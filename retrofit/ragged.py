@@ -493,7 +493,7 @@ def predict_ragged(
         n_jobs: Processes that preprocess, beside the forward passes; 0 for none. By default half the cores
             (beside a GPU all but one), as soon as there are enough tables to repay their start. Should one
             be killed, this process goes on alone, and warns.
-        report: Filled in with what was done.
+        report: What was done is added to it.
         on_tables: Called now and then with the number of tables that are done, to show progress.
         options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
             `inference_precision`, `categorical_features_indices` and so on. Of several devices the first is
@@ -769,7 +769,7 @@ def predict_groups(
         too_few: What becomes of the test rows of groups with fewer (or no) train rows: `error` names
             these groups; `nan` leaves their predictions missing; `pooled` predicts them from the train
             rows of all groups as one table.
-        report: Filled in with what was done; its errors are keyed by group, `(pooled)` for the pooled one,
+        report: What was done is added to it; its errors are keyed by group, `(pooled)` for the pooled one,
             and with `too_few="nan"` name the groups left out, too.
         settings: As of `predict_ragged`, `TabPFNRegressor`'s options included. With `on_error="skip"` the
             predictions of a bad group are missing. `categorical_features_indices` count the columns of
@@ -838,7 +838,7 @@ def predict_groups(
             report.errors = earlier | {_plain(plan[index][0]): message for index, message in report.errors.items()}
     if too_few == "nan":
         report.errors |= {
-            _plain(group): f"{len(rows_of.get(group, ()))} train rows, fewer than {min_rows}" for group in few
+            _plain(group): f"train rows: {len(rows_of.get(group, ()))}; at least {min_rows} are needed" for group in few
         }
     points = {"main": ["mean", "median", "mode"], "quantiles": []}.get(output_type, [target])
     levels = _QUANTILES if quantiles is None else quantiles

@@ -140,6 +140,24 @@ def test_names_and_text_are_not_taken_for_something_else(tmp_path: Path) -> None
     np.testing.assert_allclose(found["prediction"][rows.index], expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_dates(tmp_path: Path, suffix: str) -> None:
+    tables = {}
+    for name in ("train", "test"):
+        tables[name] = pd.read_csv(f"{name}.csv")
+        tables[name]["day"] = pd.date_range("2024-01-31", periods=len(tables[name]), freq="17D")
+        write = tables[name].to_csv if suffix == "csv" else tables[name].to_parquet
+        write(tmp_path / f"{name}.{suffix}", index=False)
+    files = " ".join(f"--{name} {tmp_path}/{name}.{suffix}" for name in tables)
+    result = predict(files, tmp_path / "p.csv")
+    assert result.exit_code == 0, result.output
+    fitted = regressor(
+        model_path=api.load("closed.json").specs, device="cpu", inference_config={"TRANSFORM_DATES": True}
+    )
+    expected = fitted.fit(tables["train"].drop(columns="y"), tables["train"]["y"]).predict(tables["test"])
+    np.testing.assert_allclose(pd.read_csv(tmp_path / "p.csv")["prediction"], expected, atol=1e-4)
+
+
 def test_without_by_it_is_one_table(tmp_path: Path) -> None:
     result = predict("--quantiles 0.5", tmp_path / "p.csv")
     assert result.exit_code == 0, result.output
@@ -171,7 +189,7 @@ def test_calibrates_a_closed_retrofit_of_the_host(tmp_path: Path, monkeypatch: p
     [
         ("--train gap.csv", "south", "No prediction for group 'south': Input y contains NaN"),
         ("--train word.csv", "south", "No prediction for group 'south': Input y contains NaN"),
-        ("--train no-west.csv", "west", "No prediction for group 'west': 0 train rows, fewer than 2"),
+        ("--train no-west.csv", "west", "No prediction for group 'west': train rows: 0; at least 2 are needed"),
     ],
 )
 def test_a_bad_group_does_not_cost_the_others(command: str, group: str, message: str, tmp_path: Path) -> None:
@@ -202,8 +220,8 @@ def test_pooled(tmp_path: Path) -> None:
         ("--train text.csv --by shop", "the target 'y' of text.csv is not numeric: 'high' in group "),
         ("--train text.csv", "the target 'y' of text.csv is not numeric: 'high'"),
         ("--train word.csv --by shop", "the target 'y' of word.csv is not numeric: 'high' in group 'south'"),
-        ("--train gap.csv --by shop", "group 'south': Input y contains NaN"),
-        ("--train gap.csv", "Input y contains NaN"),
+        ("--train gap.csv --by shop", "14 rows of gap.csv have no 'y': leave them out, or say --on-error skip to go"),
+        ("--train gap.csv", "14 rows of gap.csv have no 'y': leave them out"),
         ("--train one-row.csv", "one-row.csv has one row; a prediction needs two"),
         ("--target z", "train has no target column 'z'"),
         ("--by city", "no group column 'city'"),
@@ -229,6 +247,13 @@ def test_bad_input_is_one_message(command: str, message: str, tmp_path: Path) ->
     assert result.stderr.startswith("Error: ") and message in result.stderr
     assert result.stderr.count("Error:") == 1 and "Traceback" not in result.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_over_an_input_is_refused() -> None:
+    before = Path("test.csv").read_bytes()
+    result = predict("--by shop", "test.csv")
+    assert (result.exit_code, result.stderr) == (2, "Error: --out test.csv would overwrite what is read\n")
+    assert Path("test.csv").read_bytes() == before
 
 
 def test_an_output_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:

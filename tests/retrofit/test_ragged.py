@@ -584,7 +584,10 @@ def test_groups(closed, sales):
     left_out = closed.predict_groups(train, test, too_few="nan", report=report, **names)
     pooled = closed.predict_groups(train, test, too_few="pooled", **names)
     assert report.tables == 2
-    assert report.errors == {"d": "1 train rows, fewer than 2", "e": "0 train rows, fewer than 2"}
+    assert report.errors == {
+        "d": "train rows: 1; at least 2 are needed",
+        "e": "train rows: 0; at least 2 are needed",
+    }
     indexed = closed.predict_groups(
         train.set_index("store", drop=False), test.set_index("store", drop=False), too_few="nan", **names
     )
