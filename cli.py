@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -312,14 +311,15 @@ def predict(
     if by is None:
         if len(known) == 1:
             raise ValueError(f"{train} has one row; a prediction needs two")
+        if list(known) == [target]:
+            raise ValueError(f"{train} has no columns beside {target!r} to predict from")
         by = "(group)"
         while by in known or by in wanted:
             by += "_"
         known[by] = wanted[by] = "the whole table"
     features = check_groups(known, wanted, target=target, by=by)  # also here, before it takes time to calibrate
     _parse_dates(known, wanted, features)
-    with _progress(console) as progress, warnings.catch_warnings():
-        warnings.simplefilter("once")  # not once a group
+    with _progress(console) as progress:
         if retrofit is not None:
             closed = oretrofit.load(retrofit, host)
         else:

@@ -83,7 +83,7 @@ class TableError(ValueError):
 
     def __str__(self) -> str:
         """Which table, and what was wrong with it."""
-        return f"table {self.index}: {self.args[1]}"
+        return f"table {self.index}: {str(self.args[1]) or type(self.args[1]).__name__}"
 
 
 @dataclass
@@ -217,11 +217,10 @@ class _Engine:
         self.X_tests: list[Any] = []
         self.total: Any = 0
 
-    @property
-    def numbers(self) -> int:
-        """Of the model's input."""
+    def numbers(self, buckets: int) -> int:
+        """Of the model's input, and of the sum of its outputs."""
         inputs = [*(member.X_train for member in self.members), *self.X_tests]
-        return sum(math.prod(X.shape) for X in inputs)
+        return sum(math.prod(X.shape) for X in inputs) + len(self.X_tests[0]) * buckets
 
     def iter_outputs(self, X: Any, **_: Any) -> Iterator[Any]:
         self.X_tests = [member.transform_X_test(X) for member in self.members]
@@ -234,7 +233,7 @@ class _Engine:
 def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -> TabPFNRegressor | ValueError:
     """A regressor fitted on one table, whose engine holds the preprocessed members; or what was wrong.
 
-    Runs in a worker process: on the CPU, and without the model, which `options` hold a stand-in of.
+    On the CPU, and without the model, which `options` hold a stand-in of.
     """
     try:
         regressor = TabPFNRegressor(**options).fit(X_train, y_train)
@@ -257,8 +256,13 @@ def _prepare(options: dict[str, Any], X_train: Any, y_train: Any, X_test: Any) -
 
 
 def _prepare_bytes(job: bytes) -> bytes:
-    """`_prepare`, pickled on both ways: a pool would send each tensor as an open file, of which a process has few."""
-    return pickle.dumps(_prepare(*pickle.loads(job)))
+    """`_prepare` in a worker process, and what it warned of.
+
+    Pickled on both ways: a pool would send each tensor as an open file, of which a process has few.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        prepared = _prepare(*pickle.loads(job))
+    return pickle.dumps((prepared, [(str(warning.message), warning.category) for warning in caught]))
 
 
 def _add_output(regressor: TabPFNRegressor, position: int, logits_ML: Tensor) -> None:
@@ -272,10 +276,10 @@ def _add_output(regressor: TabPFNRegressor, position: int, logits_ML: Tensor) ->
     )
 
 
-def _decode(regressor: TabPFNRegressor, n_test: int, output_type: str, quantiles: list[float]) -> Any:
+def _decode(regressor: TabPFNRegressor, X_test: Any, output_type: str, quantiles: list[float]) -> Any:
     """What `predict` would return, from the sum of the members' logits, as `predict_batched` does."""
     if regressor.is_constant_target_:
-        return regressor._handle_constant_target(n_test, output_type, quantiles)  # type: ignore[arg-type]
+        return regressor._handle_constant_target(len(X_test), output_type, quantiles)  # type: ignore[arg-type]
     return regressor._decode_batched_dataset(
         accumulated_logits=regressor.executor_.total,
         n_estimators=len(regressor.executor_.members),
@@ -520,6 +524,8 @@ def predict_ragged(
         raise ValueError("nothing to predict: no tables")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    if max_cells is not None and max_cells < 1:
+        raise ValueError(f"max_cells is at least 1, got {max_cells}")
     if n_jobs is not None and n_jobs < 0:
         raise ValueError(f"n_jobs is a number of processes, 0 for none, got {n_jobs}")
     if not 0 <= max_padding < 1:
@@ -542,7 +548,7 @@ def predict_ragged(
     def refuse(index: int, error: Exception) -> None:
         if on_error == "raise":
             raise TableError(index, error) from error
-        report.errors[index] = str(error)
+        report.errors[index] = str(error) or type(error).__name__
 
     results: list[Any] = [None] * lengths[0]
     tables = list(zip(*lists, strict=True))
@@ -569,13 +575,13 @@ def predict_ragged(
                         continue
                     chunk[index] = regressor
                     if not regressor.is_constant_target_:
-                        numbers += regressor.executor_.numbers + len(tables[index][2]) * specs.model.n_out
+                        numbers += regressor.executor_.numbers(specs.model.n_out)
             failed = passes.answer(chunk, max_padding, report, prepared.threads)
             with report._timed("decoding"):
                 torch.set_num_threads(prepared.threads())
                 for index in chunk.keys() - failed.keys():
                     try:
-                        results[index] = _decode(chunk[index], len(tables[index][2]), output_type, quantiles)
+                        results[index] = _decode(chunk[index], tables[index][2], output_type, quantiles)
                     except Exception as error:
                         failed[index] = error
             for index, reason in failed.items():
@@ -606,6 +612,8 @@ def _settings(weightless: Any, options: dict[str, Any]) -> tuple[TabPFNRegressor
     for name, only in (("model_path", None), ("fit_mode", "fit_preprocessors"), ("differentiable_input", False)):
         if name in options and options[name] != only:
             raise ValueError(f"{name} cannot be set here" + ("" if only is None else f" to anything but {only!r}"))
+    if isinstance(members := options.get("n_estimators", 1), int) and members < 1:
+        raise ValueError(f"n_estimators is at least 1, got {members}")
     if options.get("tuning_config") is not None:
         raise NotImplementedError("no tuning_config: the temperature is fitted table by table; use fit and predict")
     options = {**options, "model_path": weightless}
@@ -673,6 +681,7 @@ class _Preparation:
         # What is being prepared: its future, where it could be sent to a process; the job; its cells.
         self._ahead: deque[tuple[Future | None, tuple[Any, ...], int]] = deque()
         self._n_jobs, self._threads = n_jobs, torch.get_num_threads()
+        self._warned: set[tuple[str, type[Warning]]] = set()
         if n_jobs > 0:
             self._pool = (
                 ProcessPoolExecutor(n_jobs, mp_context=get_context("fork"), initializer=_start_forked_worker)
@@ -689,7 +698,11 @@ class _Preparation:
         future, job, _ = self._ahead.popleft()
         try:
             if future is not None:
-                return pickle.loads(future.result())
+                prepared, caught = pickle.loads(future.result())
+                for text, category in set(caught) - self._warned:  # else once a table
+                    warnings.warn(text, category, stacklevel=3)
+                self._warned.update(caught)
+                return prepared
         except BrokenExecutor:
             warnings.warn(
                 "a process that prepares tables was killed, perhaps for want of memory; going on without",
@@ -734,7 +747,7 @@ def _rough_size(table: tuple[Any, ...]) -> tuple[int, int]:
     X_train, _, X_test = table
     try:
         return len(X_train) + len(X_test), np.shape(X_train)[1]
-    except (TypeError, ValueError, IndexError):
+    except Exception:
         return 0, 0
 
 
@@ -867,8 +880,9 @@ def _plain(group: Any) -> Any:
 
 def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: str) -> list[Hashable]:
     """The features: what train has beside target and group. Raises `ValueError` as of `predict_groups`."""
-    if not isinstance(by, Hashable):
-        raise ValueError(f"by is the name of one column, not {by!r}")
+    for name, column in (("by", by), ("target", target)):
+        if not isinstance(column, Hashable):
+            raise ValueError(f"{name} is the name of one column, not {column!r}")
     if target == by:
         raise ValueError(f"{target!r} cannot be both target and group")
     for name, frame in (("train", train), ("test", test)):
@@ -882,13 +896,16 @@ def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: st
             raise ValueError(f"{name} has no group column {by!r}")
         if frame[by].isna().any():
             raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}")
+        if not frame[by].map(lambda group: isinstance(group, Hashable)).all():
+            raise ValueError(f"{by!r} of {name} holds values that cannot name a group, such as {frame[by].iloc[0]!r}")
     if target not in train.columns:
         raise ValueError(f"train has no target column {target!r}")
     if len(train) > 1 and train[by].is_unique:
         raise ValueError(f"every row of train is a group of its own: {by!r} names rows, not groups")
-    kinds = [frame[by].dtype for frame in (train, test)]
-    if len(set(map(pd.api.types.is_numeric_dtype, kinds))) > 1 and set(train[by]).isdisjoint(test[by]):
-        raise ValueError(f"no group of test is in train: {by!r} is {kinds[0]} in train and {kinds[1]} in test")
+    text = [{isinstance(group, str) for group in frame[by].unique()} for frame in (train, test)]
+    if text in ([{True}, {False}], [{False}, {True}]):
+        kinds = f"{train[by].dtype} in train and {test[by].dtype} in test"
+        raise ValueError(f"no group of test is in train: {by!r} is {kinds}")
     features = [column for column in train.columns if column not in (target, by)]
     if not features:
         raise ValueError(f"train has no columns beside {target!r} and {by!r} to predict from")

@@ -61,6 +61,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_host) -> Path:
     train.assign(y=train["y"].mask(train["shop"] == "south")).to_csv(folder / "gap.csv", index=False)
     train.assign(shop=range(len(train))).to_csv(folder / "unique.csv", index=False)
     train[train["shop"] != "west"].to_csv(folder / "no-west.csv", index=False)
+    train[["y"]].to_csv(folder / "only-y.csv", index=False)
     train.head(1).to_csv(folder / "one-row.csv", index=False)
     for name, table, kinds in (("train", train, ["1", "2", "A"]), ("test", test, ["1", None, "2"])):
         kind = np.resize(np.array(kinds, dtype=object), len(table))
@@ -222,6 +223,7 @@ def test_pooled(tmp_path: Path) -> None:
         ("--train word.csv --by shop", "the target 'y' of word.csv is not numeric: 'high' in group 'south'"),
         ("--train gap.csv --by shop", "14 rows of gap.csv have no 'y': leave them out, or say --on-error skip to go"),
         ("--train gap.csv", "14 rows of gap.csv have no 'y': leave them out"),
+        ("--train only-y.csv", "only-y.csv has no columns beside 'y' to predict from"),
         ("--train one-row.csv", "one-row.csv has one row; a prediction needs two"),
         ("--target z", "train has no target column 'z'"),
         ("--by city", "no group column 'city'"),

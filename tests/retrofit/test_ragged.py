@@ -239,6 +239,14 @@ def test_a_killed_process(closed, tables, expected, monkeypatch):
         assert furthest(ragged(closed, tables, n_jobs=1), expected, tables) < 1e-5
 
 
+def test_processes_warn_once(closed):
+    rng = np.random.default_rng(0)
+    X = pd.DataFrame({"x": rng.standard_normal(40), "note": [f"text {i}" for i in range(40)]})
+    with pytest.warns(UserWarning) as caught:
+        ragged(closed, [(X, X["x"], X)] * 3, n_jobs=1)
+    assert len([w for w in caught if "look like free text" in str(w.message)]) == 1
+
+
 def test_processes_that_are_not_forked(closed, tables, expected, monkeypatch):
     monkeypatch.setattr("oretrofit.retrofit.ragged._start_method", lambda device: "loky")
     assert furthest(ragged(closed, tables, n_jobs=1), expected, tables) < 1e-5
@@ -491,6 +499,8 @@ def test_one_bad_table(closed, tables, expected, kind):
         ({"output_type": "quantiles", "quantiles": [1.5]}, ValueError, "between 0 and 1"),
         ({"max_padding": 1.0}, ValueError, "max_padding"),
         ({"n_jobs": -1}, ValueError, "n_jobs is a number of processes"),
+        ({"max_cells": 0}, ValueError, "max_cells is at least 1"),
+        ({"n_estimators": 0}, ValueError, "n_estimators is at least 1"),
         ({"on_error": "ignore"}, ValueError, "'raise' or 'skip'"),
         ({"model_path": "auto"}, ValueError, "model_path"),
         ({"fit_mode": "fit_with_cache"}, ValueError, "fit_mode"),
@@ -669,6 +679,8 @@ def test_one_bad_group(closed, sales):
         (lambda a, b: (a, b, {"too_few": "skip"}), "'error', 'nan' or 'pooled'"),
         (lambda a, b: (a, b, {"min_rows": 1}), "min_rows"),
         (lambda a, b: (a, b, {"by": "sold"}), "both target and group"),
+        (lambda a, b: (a, b, {"target": ["sold"]}), "target is the name of one column"),
+        (lambda a, b: (a.assign(store=[["a"]] * len(a)), b, {}), "values that cannot name a group, such as \\['a'\\]"),
         (lambda a, b: (pd.concat([a, a["day"]], axis=1), b, {}), "several columns called 'day'"),
     ],
 )
