@@ -299,11 +299,6 @@ def predict(
             group = f" in group {text[by].iloc[0]!r}" if by in text else ""
             raise ValueError(f"the target {target!r} of {train} is not numeric: {text[target].iloc[0]!r}{group}")
         known[target] = numbers  # text is missing then, which costs no more than its group
-    if target in known and on_error == "error":
-        asked = known[by].isin(wanted[by]) if by in known and by in wanted else True
-        if gaps := int((known[target].isna() & asked).sum()):
-            skip = "" if by is None else ", or say --on-error skip to go without their groups"
-            raise ValueError(f"{gaps} rows of {train} have no {target!r}: leave them out{skip}")
     named = [] if by is None else [by]
     answers_to = ["prediction", *(f"q{level:.12g}" for level in levels)]
     if by in answers_to:
@@ -318,6 +313,10 @@ def predict(
             by += "_"
         known[by] = wanted[by] = "the whole table"
     features = check_groups(known, wanted, target=target, by=by)  # also here, before it takes time to calibrate
+    gaps = int((known[target].isna() & known[by].isin(wanted[by])).sum())
+    if gaps and on_error == "error":
+        skip = ", or say --on-error skip to go without their groups" if named else ""
+        raise ValueError(f"{gaps} rows of {train} have no {target!r}: leave them out{skip}")
     _parse_dates(known, wanted, features)
     with _progress(console) as progress:
         if retrofit is not None:

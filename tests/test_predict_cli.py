@@ -66,6 +66,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_host) -> Path:
     for name, table, kinds in (("train", train, ["1", "2", "A"]), ("test", test, ["1", None, "2"])):
         kind = np.resize(np.array(kinds, dtype=object), len(table))
         table.assign(shop=table["shop"].replace("west", "NA"), kind=kind).to_csv(folder / f"{name}-NA.csv", index=False)
+    train.assign(shop=[[name] for name in train["shop"]]).to_parquet(folder / "lists.parquet")
     (folder / "empty.csv").write_text("")
     (folder / "broken.parquet").write_text("no parquet")
     (folder / "table.txt").write_text("x,y\n1,2\n")
@@ -224,6 +225,7 @@ def test_pooled(tmp_path: Path) -> None:
         ("--train gap.csv --by shop", "14 rows of gap.csv have no 'y': leave them out, or say --on-error skip to go"),
         ("--train gap.csv", "14 rows of gap.csv have no 'y': leave them out"),
         ("--train only-y.csv", "only-y.csv has no columns beside 'y' to predict from"),
+        ("--train lists.parquet --by shop", "'shop' of train holds values that cannot name a group"),
         ("--train one-row.csv", "one-row.csv has one row; a prediction needs two"),
         ("--target z", "train has no target column 'z'"),
         ("--by city", "no group column 'city'"),
