@@ -260,9 +260,11 @@ def predict(
 ) -> None:
     """Predict a table with the closed retrofit of a host; with --by, each group from its own rows.
 
-    Groups are predicted as if each were fitted alone, but share forward passes. The file at --out gets a row for each
-    test row, in their order: its group (with --by), the mean as [b]prediction[/b], and a column like [b]q0.1[/b] for
-    each quantile. Columns of dates (and of text like 2024-12-31 throughout) become calendar features, by TabPFN's code.
+    Groups are predicted as if each were fitted alone, but share forward passes.
+    The file at --out gets a row for each test row, in their order: its group
+    (with --by), the mean as [b]prediction[/b], and a column like [b]q0.1[/b] for each quantile.
+    Columns of dates (and of text like 2024-12-31 throughout) become calendar
+    features, by TabPFN's code.
     """
     if on_error not in ("error", "skip"):
         raise ValueError(f"--on-error is error or skip, not {on_error!r}")
