@@ -370,7 +370,7 @@ def _run(specs: ModelSpecs, case: Case, plan: Plan) -> _Run:
     )
     output = regressor.fit(case.X_train, case.y_train).predict(case.X_test, output_type="full")
     seconds = time.perf_counter() - start
-    peak_mb = _peak_mb(plan.device) if measuring else None
+    peak = peak_mb(plan.device) if measuring else None
 
     mean = np.asarray(output["mean"], dtype=np.float64)
     criterion = output["criterion"].cpu()
@@ -379,7 +379,7 @@ def _run(specs: ModelSpecs, case: Case, plan: Plan) -> _Run:
     rmse = float(np.sqrt(np.mean((mean - case.y_test) ** 2)))
     if not np.isfinite([rmse, nll]).all():
         raise ValueError(f"predictions are not finite (RMSE {rmse}, negative log-likelihood {nll})")
-    return _Run(mean, rmse, nll, seconds, peak_mb)
+    return _Run(mean, rmse, nll, seconds, peak)
 
 
 def _warm_up(plan: Plan, retrofits: dict[str, Retrofit]) -> None:
@@ -403,13 +403,15 @@ def _reset_peak(device: str) -> bool:
     return True
 
 
-def _peak_mb(device: str) -> float | None:
+def peak_mb(device: str) -> float | None:
+    """Peak memory in MiB of what torch has on the GPU, or of this process; None where the system does not tell."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 2**10
-    return None
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:")), None)
 
 
 def _files_sha256(specs: Iterable[str]) -> dict[str, str]:

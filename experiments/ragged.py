@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from ..calibration.prior import draw_sizes, draw_table
 from ..retrofit.api import DEFAULT_DELTA, Retrofit, measure, patch
 from ..retrofit.hosts import Host, load_host
 from ..retrofit.ragged import RaggedReport
+from .evaluate import peak_mb
 from .report import Cells
 
 # A table as the methods take it: X_train, y_train, X_test.
@@ -205,7 +205,7 @@ def _measure(method: str, host: str, count: int, device: str) -> Measured:
     start = time.perf_counter()
     means, seconds, passes, padding = run(tables)
     total = time.perf_counter() - start
-    gpu = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
+    gpu = peak_mb("cuda") if device == "cuda" else None
     return Measured(means, seconds, total, passes, padding, _peak_rss_mb(), gpu)
 
 
@@ -285,15 +285,12 @@ class _Clock:
 
 def _peak_rss_mb() -> float | None:
     """Of this process, and the largest it has started and ended, which may share pages with it."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return None
-    import resource  # Unix only, as is what was read above
-
     # Not `getrusage`, for this process: it begins with the peak of the one that started it.
-    own = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
-    return (own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 2**10
+    if (own := peak_mb("cpu")) is None:
+        return None
+    import resource  # Unix only, as is what the own peak was read from
+
+    return own + resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
 
 
 def _largest(values: Sequence[float | None]) -> float | None:

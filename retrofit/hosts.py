@@ -28,7 +28,7 @@ from tabpfn.model_loading import (
 )
 from torch import nn
 
-from .patcher import unpatch_model
+from .patcher import host_class, unpatch_model
 
 HOSTS_FOLDER = Path(__file__).parent / "hosts"
 SMALL_HOST = HOSTS_FOLDER / "oretrofit-small-v3-regressor.safetensors"
@@ -114,7 +114,7 @@ def load_host(host: HostLike = "small") -> Host:
             f"a host is a name, a path, a TabPFNRegressor or a v3 regressor model, not a {type(host).__name__}"
         )
     if isinstance(host, nn.Module):
-        _check_regressor(type(host).__name__, getattr(host, "config", None), "the given model")
+        _check_regressor(host_class(host).__name__, getattr(host, "config", None), "the given model")
         return Host(None, _unpatched_clone(host), _with_cpu_limit(_default_inference_config()))
     if host == "small":
         return _from_checkpoint(SMALL_HOST, "small")
@@ -220,7 +220,7 @@ def _from_prior_labs() -> Host:
             f"again with a network; or put {path.name} into TabPFN's cache folder {get_cache_dir()} "
             "(TABPFN_MODEL_CACHE_DIR moves it); or use --host small."
         ) from error
-    _check_regressor(type(models[0]).__name__, getattr(models[0], "config", None), str(path))
+    _check_regressor(host_class(models[0]).__name__, getattr(models[0], "config", None), str(path))
     return Host("v3", models[0], _with_cpu_limit(inference_config), criterion)
 
 
@@ -237,7 +237,7 @@ def _from_regressor(regressor: TabPFNRegressor) -> Host:
     if len(regressor.models_) != 1:
         raise HostError(f"the regressor has {len(regressor.models_)} models; patch them one at a time")
     model = regressor.models_[0]
-    _check_regressor(type(model).__name__, getattr(model, "config", None), "the regressor's model")
+    _check_regressor(host_class(model).__name__, getattr(model, "config", None), "the regressor's model")
     dtype = next(model.parameters()).dtype
     if dtype in (torch.float16, torch.bfloat16):
         warnings.warn(
@@ -266,7 +266,7 @@ def _first_line(error: Exception) -> str:
 
 def _check_regressor(architecture: Any, config: Any, where: str) -> None:
     """Refuse by name what is not a TabPFN v3 regressor."""
-    if architecture not in ("tabpfn_v3", "TabPFNV3", "OTabPFNV3", "ClosedTabPFNV3"):
+    if architecture not in ("tabpfn_v3", "TabPFNV3"):
         known = "tabpfn_v2_5" if architecture == "base" else str(architecture)
         kind = known if known in ARCHITECTURES else f"unknown architecture {known}"
         raise HostError(f"{where} is a {kind} model, not a TabPFN v3 regressor. {_HOW_TO_GET_V3}")

@@ -81,9 +81,15 @@ class TableError(ValueError):
         super().__init__(index, error)
         self.index = index
 
+    @property
+    def reason(self) -> str:
+        """What was wrong with it."""
+        error = self.args[1]
+        return str(error) or type(error).__name__
+
     def __str__(self) -> str:
         """Which table, and what was wrong with it."""
-        return f"table {self.index}: {str(self.args[1]) or type(self.args[1]).__name__}"
+        return f"table {self.index}: {self.reason}"
 
 
 @dataclass
@@ -546,9 +552,10 @@ def predict_ragged(
     passes = _Passes(specs.model, template, byte_size, Costs.of(specs.model, template.devices_[0], max_cells))
 
     def refuse(index: int, error: Exception) -> None:
+        refusal = TableError(index, error)
         if on_error == "raise":
-            raise TableError(index, error) from error
-        report.errors[index] = str(error) or type(error).__name__
+            raise refusal from error
+        report.errors[index] = refusal.reason
 
     results: list[Any] = [None] * lengths[0]
     tables = list(zip(*lists, strict=True))
@@ -795,7 +802,7 @@ def predict_groups(
     Raises:
         ValueError: As of `predict_ragged`; a group that cannot be predicted; a column that is missing
             from `train` or `test`, rows without a group, a group column that is different in every row
-            of `train` or numeric in only one of the two, or, with `too_few="error"`, groups with too few train rows.
+            of `train` or text in only one of the two, or, with `too_few="error"`, groups with too few train rows.
     """
     if output_type not in ("mean", "median", "mode", "quantiles", "main"):
         raise ValueError(f"output_type is mean, median, mode, quantiles or main for groups, not {output_type!r}")
@@ -846,7 +853,7 @@ def predict_groups(
                 **settings,
             )
         except TableError as error:
-            raise ValueError(f"group {_plain(plan[error.index][0])!r}: {error.__cause__}") from error.__cause__
+            raise ValueError(f"group {_plain(plan[error.index][0])!r}: {error.reason}") from error.__cause__
         finally:
             report.errors = earlier | {_plain(plan[index][0]): message for index, message in report.errors.items()}
     if too_few == "nan":
