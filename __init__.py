@@ -16,20 +16,53 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .retrofit.api import Retrofit, load, patch
-    from .retrofit.hosts import Host, load_host
+    from .calibration.calibration import Calibration
+    from .patches.structure import Structure
+    from .patches.variants import VARIANTS
+    from .retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
+    from .retrofit.hosts import Host, HostError, load_host
+    from .retrofit.patcher import PatchError, Site, unpatch
     from .retrofit.ragged import RaggedReport, TableError
+    from .retrofit.tabpfn_api import TabPFNDriftError
 
-__all__ = ["Host", "RaggedReport", "Retrofit", "TableError", "load", "load_host", "patch"]
+__all__ = [
+    "VARIANTS",
+    "Calibration",
+    "Host",
+    "HostError",
+    "PatchError",
+    "RaggedReport",
+    "Retrofit",
+    "RetrofitError",
+    "Site",
+    "Structure",
+    "TabPFNDriftError",
+    "TableError",
+    "calibrate",
+    "load",
+    "load_host",
+    "patch",
+    "unpatch",
+]
 
 _HOMES = {
-    "patch": "api",
-    "load": "api",
-    "Retrofit": "api",
-    "load_host": "hosts",
-    "Host": "hosts",
-    "RaggedReport": "ragged",
-    "TableError": "ragged",
+    "VARIANTS": "patches.variants",
+    "Calibration": "calibration.calibration",
+    "Host": "retrofit.hosts",
+    "HostError": "retrofit.hosts",
+    "PatchError": "retrofit.patcher",
+    "RaggedReport": "retrofit.ragged",
+    "Retrofit": "retrofit.api",
+    "RetrofitError": "retrofit.api",
+    "Site": "retrofit.patcher",
+    "Structure": "patches.structure",
+    "TabPFNDriftError": "retrofit.tabpfn_api",
+    "TableError": "retrofit.ragged",
+    "calibrate": "retrofit.api",
+    "load": "retrofit.api",
+    "load_host": "retrofit.hosts",
+    "patch": "retrofit.api",
+    "unpatch": "retrofit.patcher",
 }
 
 
@@ -39,4 +72,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".retrofit.{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

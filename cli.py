@@ -105,7 +105,7 @@ def patch(
         cases = synthetic_cases(_HELD_OUT, seed + 10_000)
         check = near_identity(retrofit, cases, device, on_case=lambda: progress.advance(task))
 
-    console.print(f"{variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.calibration)}")
+    console.print(f"{variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.settings)}")
     short = ", ".join(f"{short} = {name}" for name, short in report.SHORT_NAMES.items())
     console.print(f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {short}\n")
     for title, (header, cells) in report.site_cells(retrofit.table).items():
@@ -183,7 +183,7 @@ def evaluate(
     try:
         with _progress(console) as progress:
             task = progress.add_task("Calibrating", total=tables)
-            retrofits = run.calibrate(plan, folder, on_table=lambda: progress.advance(task))
+            retrofits = run.calibrate_run(plan, folder, on_table=lambda: progress.advance(task))
             progress.remove_task(task)
             cases_task = progress.add_task("Cases", total=total, completed=len(finished))
 
@@ -283,8 +283,8 @@ def predict(
 
     import oretrofit
 
+    from .calibration.settings import TABLES
     from .experiments.evaluate import PRECISIONS, resolve_device
-    from .retrofit.api import DEFAULT_TABLES
     from .retrofit.ragged import RaggedReport, check_groups
 
     if precision not in PRECISIONS:
@@ -324,7 +324,7 @@ def predict(
         if retrofit is not None:
             closed = oretrofit.load(retrofit, host)
         else:
-            task = progress.add_task("Calibrating", total=DEFAULT_TABLES)
+            task = progress.add_task("Calibrating", total=TABLES)
             closed = oretrofit.patch(host or "small", "closed", device=device, on_table=lambda: progress.advance(task))
 
         groups = wanted[by].nunique() if by in wanted else None
@@ -481,15 +481,15 @@ def bench_ragged_equality(
     """Show how far ragged prediction is from fit and predict, one table at a time."""
     _check_positive(tables=tables)
     _check_writable(json_file)
+    from .calibration.settings import TABLES
     from .experiments import ragged
     from .experiments.evaluate import resolve_device
-    from .retrofit.api import DEFAULT_TABLES
     from .retrofit.hosts import load_host
 
     device, console = resolve_device(device), _console()
     loaded = load_host(host)
     with _progress(console) as progress:
-        calibrating = progress.add_task("Calibrating", total=DEFAULT_TABLES)
+        calibrating = progress.add_task("Calibrating", total=TABLES)
         comparing = progress.add_task("Comparing", total=4 * tables)
         found = ragged.compare_equality(
             loaded,
@@ -519,13 +519,13 @@ def frontier(
     if plot is not None and plot.suffix != ".png":
         raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
     _check_writable(json_file, plot)
+    from .calibration.settings import TABLES
     from .experiments import frontier as run
     from .experiments.datasets import resolve_suite
     from .experiments.evaluate import resolve_device
     from .experiments.report import write_rows
-    from .retrofit.api import DEFAULT_TABLES
+    from .patches.variants import VARIANTS, check_variant
     from .retrofit.hosts import load_host
-    from .retrofit.patcher import VARIANTS, check_variant
 
     variants = list(dict.fromkeys(variant or VARIANTS))
     for name in variants:
@@ -534,7 +534,7 @@ def frontier(
     loaded = load_host(host)
     cases = run.synthetic_cases(tables) if suite is None else run.suite_cases(resolve_suite(suite), seeds)
     with _progress(console) as progress:
-        calibrating = progress.add_task("Calibrating", total=DEFAULT_TABLES)
+        calibrating = progress.add_task("Calibrating", total=TABLES)
         sweeping = progress.add_task("Sweeping delta", total=len(cases) * (1 + len(variants) * len(run.DELTAS)))
         rows = run.sweep_delta(
             loaded,
@@ -598,8 +598,8 @@ def audit(
     _check_writable(json_file)
     from .experiments import audit as run
     from .experiments.evaluate import resolve_device
+    from .patches.variants import VARIANTS
     from .retrofit.hosts import load_host
-    from .retrofit.patcher import VARIANTS
 
     device, console = resolve_device(device), _console()
     with console.status("Auditing") as status:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -11,8 +11,8 @@ from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
 from torch import nn
 
+from ..patches.architectures import spec_of
 from ..patches.presence import squared_norm
-from ..patches.tabpfn_v3_closed import DOOR_CARRIERS
 from .prior import Table, draw_sizes, draw_table
 
 # Values kept of one carrier in one forward pass, evenly spaced: quantiles need no more.
@@ -58,7 +58,7 @@ def measure_carriers(
 
     Args:
         specs: The unpatched host; used by reference, its modules get hooks for the time of the call.
-        names: Norms of the model by name, whose input is the carrier, and doors (`DOOR_CARRIERS`).
+        names: Norms of the model by name, whose input is the carrier, and doors of its `HostSpec`.
         tables: What to fit and predict on, in float32, with the host's own preprocessing.
         device: Device for TabPFN.
         on_table: Called after each table, to show progress.
@@ -71,9 +71,13 @@ def measure_carriers(
         RuntimeError: A carrier was never reached, or has no live token.
     """
     values: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    spec = spec_of(specs.model)
+    doors = spec.doors if spec is not None else {}
 
     def watch(name: str):
-        at, part, measure = DOOR_CARRIERS.get(name, (name, "input", squared_norm))
+        at, part, measure = name, "input", cast("Callable[[torch.Tensor], torch.Tensor]", squared_norm)
+        if name in doors:
+            at, part, measure = doors[name].at, doors[name].part, doors[name].squared_norm
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor | None = None) -> None:
             carrier: Any = [*args, *kwargs.values()][0] if part == "input" else output

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .settings import check_delta
+
 QUANTILES = (0.01, 0.5, 0.99)
 
 
@@ -14,16 +16,8 @@ def choose_tau(squared_norms: np.ndarray, delta: float, quantile: float = 0.01) 
     above the quantile have presence of at least `1 - delta`. Raises `ValueError` unless delta is in
     (0, 1) and quantile in [0, 1].
     """
-    check_settings(delta, quantile)
+    check_delta(delta, quantile)
     return float(np.quantile(squared_norms, quantile) * delta / (1 - delta))
-
-
-def check_settings(delta: float, quantile: float) -> None:
-    """Raise `ValueError` unless delta lies in (0, 1) and quantile in [0, 1]."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta is 1 minus a presence and must lie between 0 and 1, got {delta}")
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must lie in [0, 1], got {quantile}")
 
 
 def presence_report(squared_norms: np.ndarray, tau: float) -> dict[str, float]:

@@ -31,11 +31,12 @@ from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 from torch import Tensor, nn
 
 from ..calibration.prior import draw_table
-from ..patches.tabpfn_v3 import CarrierNorm, OAttention, OCrossAttention, OICLAttention
-from ..patches.tabpfn_v3_closed import ClosedTabPFNV3, OCellEmbedding, OTargetEncoder, Structure, with_structure
-from ..retrofit.api import measure, patch
+from ..patches.structure import Structure
+from ..patches.tabpfn_v3 import CarrierNorm, OColumnAttention, OCrossAttention, OICLAttention
+from ..patches.tabpfn_v3_closed import ClosedTabPFNV3, OCellEmbedding, OTargetEncoder, with_structure
+from ..patches.variants import VARIANTS, check_variant
+from ..retrofit.api import calibrate, patch
 from ..retrofit.hosts import Host
-from ..retrofit.patcher import VARIANTS, check_variant
 from .report import SHORT_NAMES, Cells
 
 HOST = "host"
@@ -353,7 +354,7 @@ _INPUT_PARTS: dict[str, Classes] = {
 }
 
 # Run only in a block of their own kind, and are switched together with it.
-_OF_A_BLOCK = (CarrierNorm, OAttention, OCrossAttention, OICLAttention)
+_OF_A_BLOCK = (CarrierNorm, OColumnAttention, OCrossAttention, OICLAttention)
 
 # What a part with a leak does to old tokens, and what it does to a NULL, by its class.
 _MOVES, _WAKES = "moves old tokens", "gives a NULL a state"
@@ -509,10 +510,10 @@ def audit(
         check_variant(variant)
     cases = draw_cases(tables, device)
     tell("Calibrating")
-    squared_norms = measure(host, device=device)
-    models = {HOST: host.specs().model}
-    models |= {variant: patch(host, variant, squared_norms=squared_norms).model for variant in variants}
-    reference = reference_of(patch(host, "closed", squared_norms=squared_norms).model).to(device)
+    calibration = calibrate(host, device=device)
+    models = {HOST: host.specs.model}
+    models |= {variant: patch(host, variant, calibration=calibration).model for variant in variants}
+    reference = reference_of(patch(host, "closed", calibration=calibration).model).to(device)
     found = {}
     for name, model in models.items():
 

@@ -45,7 +45,7 @@ def compare_baselines(
             models = {
                 "ridge": _ridge(case.X_train),
                 "random_forest": _forest(case.X_train, seed),
-                "host": TabPFNRegressor(model_path=host.specs(), device=device, random_state=seed),
+                "host": TabPFNRegressor(model_path=host.specs, device=device, random_state=seed),
             }
             errors = {label: _relative_rmse(model, case) for label, model in models.items()}
             rows.append({"dataset": name, **errors})

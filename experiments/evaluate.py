@@ -26,28 +26,17 @@ import pandas as pd
 import torch
 from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
-from tabpfn.utils import infer_autocast_inference_mode
 
 from ..calibration.carriers import calibration_tables, split_table
-from ..calibration.tau import check_settings
-from ..retrofit.api import (
-    CALIBRATION_SEED,
-    DEFAULT_DELTA,
-    DEFAULT_QUANTILE,
-    DEFAULT_TABLES,
-    Retrofit,
-    load,
-    measure,
-    patch,
-)
+from ..calibration.settings import DELTA, MAX_ROWS, PAPER_VARIANTS, QUANTILE, SEED, TABLES, check_delta
+from ..patches.variants import VARIANTS
+from ..retrofit import tabpfn_api
+from ..retrofit.api import Retrofit, calibrate, load, patch
 from ..retrofit.hosts import Host
-from ..retrofit.patcher import VARIANTS
 from .datasets import Case, load_dataset, make_case
 
 IDENTITY = "identity"
 IDENTITY_DELTA = 1e-6
-DEFAULT_VARIANTS = ("oa", "full-o")  # the paper's
-DEFAULT_MAX_ROWS = 1000
 
 Precision = torch.dtype | Literal["auto", "autocast"]
 PRECISIONS: dict[str, Precision] = {
@@ -83,12 +72,12 @@ class Plan:
     host: Host
     datasets: list[str]
     seeds: int = 3
-    variants: tuple[str, ...] = DEFAULT_VARIANTS
+    variants: tuple[str, ...] = PAPER_VARIANTS
     given: Retrofit | None = None
-    delta: float = DEFAULT_DELTA
-    quantile: float = DEFAULT_QUANTILE
-    tables: int = DEFAULT_TABLES
-    max_rows: int = DEFAULT_MAX_ROWS
+    delta: float = DELTA
+    quantile: float = QUANTILE
+    tables: int = TABLES
+    max_rows: int = MAX_ROWS
     precision: str = "float32"
     device: str = "cpu"
 
@@ -105,7 +94,7 @@ class Plan:
             raise ValueError(f"a case needs at least 2 train rows, got a limit of {self.max_rows}")
         if self.tables < 1:
             raise ValueError(f"calibration needs at least one table, got {self.tables}")
-        check_settings(self.delta, self.quantile)
+        check_delta(self.delta, self.quantile)
         self.precision_used()
 
     def deltas(self) -> dict[str, float]:
@@ -122,7 +111,7 @@ class Plan:
             raise ValueError(f"unknown precision {self.precision!r}; there are: {', '.join(PRECISIONS)}")
         if self.precision not in ("auto", "autocast"):
             return self.precision
-        if infer_autocast_inference_mode([torch.device(self.device)], enable=None):
+        if tabpfn_api.infer_autocast_inference_mode([torch.device(self.device)], enable=None):
             return "autocast"
         if self.precision == "autocast":
             raise ValueError(
@@ -133,7 +122,7 @@ class Plan:
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the results, as JSON."""
-        calibration = {"quantile": self.quantile, "tables": self.tables, "seed": CALIBRATION_SEED}
+        calibration = {"quantile": self.quantile, "tables": self.tables, "seed": SEED}
         variants: dict[str, Any] = {
             label: {"patch": "full-o" if label == IDENTITY else label, "delta": delta, **calibration}
             for label, delta in self.deltas().items()
@@ -143,7 +132,7 @@ class Plan:
             variants[self.given.variant] = {
                 "patch": self.given.variant,
                 "taus_sha256": hashlib.sha256(taus.encode()).hexdigest(),
-                "calibration": self.given.calibration,
+                "calibration": self.given.settings,
             }
         settings = {
             "host": {"name": self.host.name, "sha256": self.host.sha256},
@@ -227,24 +216,23 @@ def open_run(plan: Plan, folder: Path) -> list[CaseResult]:
     return finished
 
 
-def calibrate(plan: Plan, folder: Path, on_table: Callable[[], None] | None = None) -> dict[str, Retrofit]:
+def calibrate_run(plan: Plan, folder: Path, on_table: Callable[[], None] | None = None) -> dict[str, Retrofit]:
     """The plan's retrofits by label, read from the run's folder, or calibrated and kept there.
 
     All of them come from one measurement of the host's carriers. Raises `RetrofitError` for a file
     in the folder that cannot be read.
     """
     retrofits: dict[str, Retrofit] = {}
-    squared_norms = None
+    calibration = None
     for label, delta in plan.deltas().items():
         file = folder / f"retrofit-{label}.json"
         if file.exists():
             retrofits[label] = load(file, plan.host)
             continue
-        if squared_norms is None:
-            squared_norms = measure(plan.host, tables=plan.tables, device=plan.device, on_table=on_table)
+        if calibration is None:
+            calibration = calibrate(plan.host, tables=plan.tables, device=plan.device, on_table=on_table)
         variant = "full-o" if label == IDENTITY else label
-        options = {"delta": delta, "quantile": plan.quantile, "tables": plan.tables}
-        retrofits[label] = patch(plan.host, variant, squared_norms=squared_norms, **options)  # type: ignore[arg-type]
+        retrofits[label] = patch(plan.host, variant, delta=delta, quantile=plan.quantile, calibration=calibration)
         part = file.with_suffix(".part")
         retrofits[label].save(part)
         part.replace(file)
@@ -268,7 +256,7 @@ def evaluate(
 
     Args:
         plan: What to run.
-        retrofits: The variants, from `calibrate`.
+        retrofits: The variants, from `calibrate_run`.
         folder: The run's folder, from `open_run`.
         finished: The cases not to run again, from `open_run`.
         on_case: Called with each case that this call finishes.
@@ -327,7 +315,7 @@ class _Run:
 
 
 def _compare(plan: Plan, retrofits: dict[str, Retrofit], case: Case) -> list[dict[str, Any]]:
-    host = _run(plan.host.specs(), case, plan)
+    host = _run(plan.host.specs, case, plan)
     if host.rmse == 0:
         raise ValueError("the host's error is exactly zero, so there is no relative change")
     records = []
@@ -386,7 +374,7 @@ def _warm_up(plan: Plan, retrofits: dict[str, Retrofit]) -> None:
     """Run a small table once: first runs load kernels, which would count as the first case's time."""
     X_train, y_train, X_test, y_test = split_table(calibration_tables(1, 0, max_rows=30, max_columns=4)[0])
     case = Case("warm-up", 0, pd.DataFrame(X_train), y_train, pd.DataFrame(X_test), y_test)
-    for specs in (plan.host.specs(), *(retrofit.specs for retrofit in retrofits.values())):
+    for specs in (plan.host.specs, *(retrofit.specs for retrofit in retrofits.values())):
         _run(specs, case, plan)
 
 

@@ -13,9 +13,10 @@ from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
 
 from ..calibration.carriers import calibration_tables, split_table
-from ..retrofit.api import DEFAULT_DELTA, Retrofit, measure, patch
+from ..calibration.settings import DELTA
+from ..patches.variants import VARIANTS
+from ..retrofit.api import Retrofit, calibrate, patch
 from ..retrofit.hosts import Host
-from ..retrofit.patcher import VARIANTS
 from .datasets import Case, load_dataset, make_case
 from .report import STYLES, Cells, bootstrap_ci, percent, set_change_scale
 
@@ -130,12 +131,12 @@ def sweep_delta(
         A row a variant and delta: `variant`, `delta`, what `compare_predictions` and
         `half_presence` return.
     """
-    squared_norms = measure(host, device=device, on_table=on_table)
-    reference = predict_cases(host.specs(), cases, device, on_case)
+    calibration = calibrate(host, device=device, on_table=on_table)
+    reference = predict_cases(host.specs, cases, device, on_case)
     rows = []
     for variant in variants:
         for delta in deltas:
-            retrofit = patch(host, variant, delta=delta, squared_norms=squared_norms)
+            retrofit = patch(host, variant, delta=delta, calibration=calibration)
             compared = compare_predictions(reference, predict_cases(retrofit.specs, cases, device, on_case), cases)
             rows.append({"variant": variant, "delta": delta, **compared, **half_presence(retrofit)})
     return pd.DataFrame(rows)
@@ -201,7 +202,7 @@ def plot_frontier(rows: pd.DataFrame, file: Path) -> None:
     for axes in (change, half):
         axes.set_xscale("log")
         axes.set_xlabel("delta (shaded: the default)")
-        axes.axvspan(DEFAULT_DELTA / 1.5, DEFAULT_DELTA * 1.5, color="#eeeeee", linewidth=0, zorder=0)
+        axes.axvspan(DELTA / 1.5, DELTA * 1.5, color="#eeeeee", linewidth=0, zorder=0)
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

@@ -10,9 +10,9 @@ import pandas as pd
 import torch
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 
+from ..patches.variants import VARIANTS
 from ..retrofit.api import patch
 from ..retrofit.hosts import Host
-from ..retrofit.patcher import VARIANTS
 
 # What a gate is worth does not change what it costs, so nothing is calibrated here.
 _TAU = 1e-3
@@ -46,7 +46,7 @@ def measure_overhead(
     Returns:
         A row a variant: `variant`, `ratio`, `host_seconds` and `variant_seconds` (medians), `rounds`.
     """
-    models: dict[str, TabPFNV3] = {"host": host.specs().model}
+    models: dict[str, TabPFNV3] = {"host": host.specs.model}
     models |= {variant: patch(host, variant, tau=_TAU).model for variant in VARIANTS}
     models = {name: model.to(device).eval() for name, model in models.items()}
     rng = np.random.default_rng(0)

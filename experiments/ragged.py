@@ -19,7 +19,8 @@ from tabpfn.base import ModelSpecs
 
 from ..calibration.carriers import split_table
 from ..calibration.prior import draw_sizes, draw_table
-from ..retrofit.api import DEFAULT_DELTA, Retrofit, measure, patch
+from ..calibration.settings import DELTA
+from ..retrofit.api import Retrofit, calibrate, patch
 from ..retrofit.hosts import Host, load_host
 from ..retrofit.ragged import RaggedReport
 from .evaluate import peak_mb
@@ -226,7 +227,7 @@ def _ragged(host: str, device: str) -> _Run:
 
 
 def _one_by_one(method: str, host: str, device: str) -> _Run:
-    specs = load_host(host).specs()
+    specs = load_host(host).specs
     regressor = TabPFNRegressor(model_path=specs, device=device, inference_precision=torch.float32)
 
     def run(tables: list[RawTable]) -> tuple[list[np.ndarray], dict[str, float], int, float]:
@@ -350,15 +351,15 @@ def compare_equality(
         row, `spread of means`, is what the mean's differences are to be seen against: the standard
         deviation of a table's predicted means in that unit, its median and its smallest.
     """
-    squared_norms = measure(host, device=device, on_table=on_calibrated)
+    calibration = calibrate(host, device=device, on_table=on_calibrated)
     rows: dict[str, dict[str, Any]] = defaultdict(dict)
     finished = 0
 
     def advance(done: int) -> None:
         on_tables(finished + done)
 
-    for name, delta in (("closed", DEFAULT_DELTA), ("host", SMALLEST_DELTA)):
-        retrofit = patch(host, "closed", delta=delta, squared_norms=squared_norms)
+    for name, delta in (("closed", DELTA), ("host", SMALLEST_DELTA)):
+        retrofit = patch(host, "closed", delta=delta, calibration=calibration)
         specs = retrofit.specs if name == "closed" else retrofit.host_specs
         differences = _differences(retrofit, specs, tables, device, advance)
         finished += 2 * len(tables)

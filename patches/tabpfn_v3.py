@@ -142,7 +142,7 @@ def _attend(
     return out_BHSD.transpose(1, 2).flatten(-2), gate_B1S[:, 0]
 
 
-class OAttention(tabpfn_v3.Attention):
+class OColumnAttention(tabpfn_v3.Attention):
     """Attention over the columns of a row, from receivers to sources."""
 
     def forward(  # type: ignore[override]
@@ -240,7 +240,7 @@ class OCrossAttentionBlock(tabpfn_v3.CrossAttentionBlock):
         return _feed_forward(self.layernorm2, self.mlp, add_gated(x_BQE, gate_BQ, branch_BQE))
 
 
-class OTransformerBlock(tabpfn_v3.TransformerBlock):
+class OColumnTransformerBlock(tabpfn_v3.TransformerBlock):
     """Block over the columns of each row; its last instance reads them into the CLS tokens."""
 
     def _attend(self, query_SQE: Tensor, context_SVE: Tensor, rope: tabpfn_v3.RotaryEmbedding | None) -> Tensor:
@@ -424,24 +424,3 @@ class OTabPFNV3(tabpfn_v3.TabPFNV3):
             stacklevel=2,
         )
         return super().state_dict(*args, **kwargs)
-
-
-# Host class -> O-class, for modules that every variant patches.
-O_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    tabpfn_v3.Attention: OAttention,
-    tabpfn_v3.CrossAttention: OCrossAttention,
-    tabpfn_v3.ICLAttention: OICLAttention,
-    tabpfn_v3.CrossAttentionBlock: OCrossAttentionBlock,
-    tabpfn_v3.TransformerBlock: OTransformerBlock,
-    tabpfn_v3.ICLTransformerBlock: OICLTransformerBlock,
-    tabpfn_v3.TabPFNV3: OTabPFNV3,
-}
-
-# What each norm's input is a carrier of, by the class that owns the norm and its name there.
-CARRIERS: dict[type[nn.Module], dict[str, str]] = {
-    tabpfn_v3.CrossAttentionBlock: {"layernorm_q": "receiver", "layernorm_kv": "source", "layernorm2": "ffn"},
-    tabpfn_v3.TransformerBlock: {"layernorm": "receiver and source", "layernorm_mlp": "ffn"},
-    tabpfn_v3.ICLTransformerBlock: {"layernorm": "receiver and source", "layernorm_mlp": "ffn"},
-    tabpfn_v3.ColumnAggregator: {"out_ln": "readout"},
-    tabpfn_v3.TabPFNV3: {"output_norm": "readout"},
-}

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,24 +25,8 @@ from torch import Tensor, nn
 
 from .operators import oinject, support_moments
 from .presence import gate, presence, presence_at, squared_norm
-from .tabpfn_v3 import O_CLASSES, OSoftmaxScalingMLP, OTabPFNV3
-
-
-@dataclass(frozen=True)
-class Structure:
-    """Which rows and columns of a batch of tables exist; the others are NULL.
-
-    The values of x and y at NULL rows and columns are never looked at. A missing value is something
-    else: a NaN in a row and a column that exist keeps TabPFN's own meaning.
-
-    Attributes:
-        rows_BR: Bool; the train rows, then the test rows, as x has them. `None`: all exist.
-        columns_BC: Bool. `None`: all exist.
-    """
-
-    rows_BR: Tensor | None = None
-    columns_BC: Tensor | None = None
-
+from .structure import Structure
+from .tabpfn_v3 import OTabPFNV3
 
 # ---- Doors: where outside information is added to a carrier --------------------------------------
 
@@ -69,6 +52,11 @@ class OCellEmbedding(nn.Linear):
 
     tau: float
     target: OTargetEncoder
+
+    def unpack(self, cell_BRCF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """g (B, R, C, F), p (B, R, C, 1), and the target and its mark (B, R, C, 2 or 0)."""
+        g, p = cell_BRCF[..., : self.in_features], cell_BRCF[..., self.in_features : self.in_features + 1]
+        return g, p, cell_BRCF[..., self.in_features + 1 :]
 
     def forward(self, cell_BRCF: Tensor) -> Tensor:
         """`W g + p b`, plus the target embedding by the presence of that: (B, R, C, E)."""
@@ -117,20 +105,9 @@ def with_structure(x_RBC: Tensor, y_NB: Tensor | None, structure: Structure) -> 
     """x with its structure beside it, (R, B, 2 C), live columns first; y with NaN on NULL train rows.
 
     Side by side, x and its structure get through the host's slicing of rows to the door. Raises
-    `ValueError` for a structure that is not bool, or does not fit x in shape and device.
+    `ValueError` for a structure that does not fit x; see `Structure.check`.
     """
-    R, B, C = x_RBC.shape
-    for name, exists, shape in (("rows_BR", structure.rows_BR, (B, R)), ("columns_BC", structure.columns_BC, (B, C))):
-        if exists is not None and not (
-            isinstance(exists, Tensor)
-            and (exists.dtype, exists.shape, exists.device) == (torch.bool, shape, x_RBC.device)
-        ):
-            found = type(exists).__name__
-            if isinstance(exists, Tensor):
-                found = f"{exists.dtype} {tuple(exists.shape)} on {exists.device}"
-            raise ValueError(
-                f"{name} of the structure must be a bool tensor of shape {shape} on {x_RBC.device}, not {found}"
-            )
+    structure.check(x_RBC)
     exists_RBC = torch.ones_like(x_RBC)
     if structure.columns_BC is not None:
         # Columns are grouped and rotated by their position.
@@ -243,28 +220,3 @@ class ClosedTabPFNV3(OTabPFNV3):
     def _embed_icl_y(self, y_BN: Tensor) -> Tensor:
         """Nothing: the host adds this without a look at the rows, `_stages_0_to_2` injects it by them."""
         return y_BN.new_zeros(())
-
-
-# ---- What the patcher needs to know --------------------------------------------------------------
-
-CLOSED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
-    **O_CLASSES,
-    tabpfn_v3.SoftmaxScalingMLP: OSoftmaxScalingMLP,
-    tabpfn_v3.TabPFNV3: ClosedTabPFNV3,
-}
-
-# The doors by their name in the model, and the class that each gets.
-DOORS: dict[str, type[nn.Module]] = {
-    "x_embed": OCellEmbedding,
-    "col_y_encoder": OTargetEncoder,
-    "column_aggregator": OColumnAggregator,
-    "icl_y_encoder": OTargetEncoder,
-}
-
-# What each door's carrier is in the host: ||carrier||^2 of a module's input or output.
-DOOR_CARRIERS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
-    "x_embed": ("x_embed", "input", lambda g_BRCF: squared_norm(g_BRCF) + 1),
-    "col_y_encoder": ("x_embed", "output", squared_norm),
-    "column_aggregator": ("column_aggregator", "input", row_squared_norm),
-    "icl_y_encoder": ("column_aggregator", "output", lambda x_BRIE: squared_norm(x_BRIE.flatten(-2))),
-}

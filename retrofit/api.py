@@ -13,25 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import joblib
-import numpy as np
 import pandas as pd
 import torch
 from tabpfn import TabPFNRegressor
-from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 from tabpfn.base import ModelSpecs
-from tabpfn.inference import InferenceEngine
-from tabpfn.model_loading import save_fitted_tabpfn_model
+from torch import nn
 
-from ..calibration.carriers import calibration_tables, measure_carriers
-from ..calibration.tau import check_settings, choose_tau, presence_report
+from ..calibration import settings
+from ..calibration.calibration import Calibration
+from ..patches.variants import check_variant
+from . import tabpfn_api
 from .hosts import Host, HostError, HostLike, load_host, weights_sha256
-from .patcher import Site, carriers, check_variant, model_taus, patch_model
+from .patcher import Site, carriers, check_tau, model_taus, patch_model
 from .ragged import predict_groups, predict_ragged
-
-DEFAULT_DELTA = 1e-3
-DEFAULT_QUANTILE = 0.01
-DEFAULT_TABLES = 16
-CALIBRATION_SEED = 20_000
 
 _FORMAT = "oretrofit-1"
 _FIT_SUFFIX = ".tabpfn_fit"
@@ -51,16 +45,16 @@ class Retrofit:
         variant: `oa`, `full-o` or `closed`.
         model: The patched clone. Give estimators `specs`, not this.
         sites: Every patched carrier with its tau.
-        calibration: The settings that tau was chosen with.
+        settings: What tau was chosen with.
         statistics: Per site, quantiles of `||h||^2` and presence on the calibration tables; empty
             where tau was given.
     """
 
     host: Host = field(repr=False)
     variant: str
-    model: TabPFNV3 = field(repr=False)
+    model: nn.Module = field(repr=False)
     sites: list[Site] = field(repr=False)
-    calibration: dict[str, Any]
+    settings: dict[str, Any]
     statistics: dict[str, dict[str, float]] = field(default_factory=dict, repr=False)
 
     @property
@@ -69,12 +63,12 @@ class Retrofit:
 
         A copy each time: TabPFN's engines cast the model they run to another precision in place.
         """
-        return self.host.specs(self.model)
+        return self.host.specs_with(self.model)
 
     @property
     def host_specs(self) -> ModelSpecs:
         """The same for the unpatched host."""
-        return self.host.specs()
+        return self.host.specs
 
     @property
     def table(self) -> pd.DataFrame:
@@ -88,7 +82,7 @@ class Retrofit:
             "host": {"name": self.host.name, "sha256": self.host.sha256},
             "variant": self.variant,
             "tau": {site.name: site.tau for site in self.sites},
-            "calibration": self.calibration,
+            "calibration": self.settings,
             "statistics": self.statistics,
             "versions": {name: installed_version(name) for name in ("oretrofit", "tabpfn", "torch")},
         }
@@ -115,7 +109,7 @@ class Retrofit:
         named = copy.copy(regressor)
         named.model_path = "oretrofit"  # specs are no JSON; `load_fit` puts this retrofit's in
         try:
-            save_fitted_tabpfn_model(named, path)
+            named.save_fit_state(path)
         except TypeError as error:
             raise ValueError(f"TabPFN's file format cannot hold a parameter of this regressor: {error}") from error
         with zipfile.ZipFile(path, "a") as archive:
@@ -144,10 +138,10 @@ class Retrofit:
             if precision.startswith("torch."):
                 params["inference_precision"] = getattr(torch, precision.removeprefix("torch."))
             regressor = TabPFNRegressor(**{**params, "model_path": self.specs, "device": device})
-            regressor._initialize_model_variables()
+            tabpfn_api.initialize(regressor)
             for name, value in joblib.load(files / "fitted_attrs.joblib").items():
                 setattr(regressor, name, value)
-            regressor.executor_ = InferenceEngine.load_state(files / "executor_state.joblib", regressor.models_)
+            regressor.executor_ = tabpfn_api.load_engine(files / "executor_state.joblib", regressor.models_)
         regressor.to(device)
         return regressor
 
@@ -160,17 +154,17 @@ class Retrofit:
 
 
 def patch(
-    host: HostLike | Host = "small",
-    variant: str = "full-o",
+    host: HostLike = settings.HOST,
+    variant: str = settings.VARIANT,
     *,
-    delta: float = DEFAULT_DELTA,
-    quantile: float = DEFAULT_QUANTILE,
+    delta: float = settings.DELTA,
+    quantile: float = settings.QUANTILE,
     tau: float | None = None,
-    tables: int = DEFAULT_TABLES,
-    seed: int = CALIBRATION_SEED,
+    calibration: Calibration | None = None,
+    tables: int = settings.TABLES,
+    seed: int = settings.SEED,
     device: str = "cpu",
     on_table: Callable[[], None] | None = None,
-    squared_norms: dict[str, np.ndarray] | None = None,
 ) -> Retrofit:
     """Clone a host, calibrate tau per carrier, and patch the clone. No weight is trained.
 
@@ -185,52 +179,56 @@ def patch(
         delta: 1 minus the presence at the quantile, in (0, 1).
         quantile: Which low quantile of the live carriers' `||h||^2`, in [0, 1].
         tau: One value for every site instead of calibrating, in the unit of `||h||^2`.
+        calibration: What `calibrate` returned for this host, to patch it several times on one
+            measurement; `tables`, `seed` and `device` are its own then.
         tables: Synthetic tables to calibrate on.
         seed: Seed of those tables.
         device: Where the calibration runs.
         on_table: Called after each calibration table, to show progress.
-        squared_norms: What `measure` returned for this host, tables and seed, to patch it several
-            times on one measurement.
 
     Raises:
         HostError: The host cannot be found, read, or is no v3 regressor.
-        PatchError: The model has parts that are not known.
-        ValueError: An unknown variant, or a number out of range.
+        PatchError: The model has parts that are not known, or that would pass the patch by.
+        TabPFNDriftError: A TabPFN other than the one that the patches were written for.
+        ValueError: An unknown variant, a number out of range, or the calibration of another host.
     """
     check_variant(variant)
-    check_settings(delta, quantile)
+    settings.check_delta(delta, quantile)
+    if tau is not None:
+        check_tau(tau)
     host = load_host(host)
     names = carriers(host.model, variant)
     if tau is not None:
         return _assemble(host, variant, dict.fromkeys(names, tau), {"tau": tau})
-    if squared_norms is None:
-        squared_norms = measure(host, variant, tables=tables, seed=seed, device=device, on_table=on_table)
-    taus = {name: choose_tau(squared_norms[name], delta, quantile) for name in names}
-    statistics = {name: presence_report(squared_norms[name], taus[name]) for name in names}
-    settings = {"delta": delta, "quantile": quantile, "tables": tables, "seed": seed}
-    return _assemble(host, variant, taus, settings, statistics)
+    if calibration is None:
+        calibration = calibrate(host, variant, tables=tables, seed=seed, device=device, on_table=on_table)
+    elif calibration.host_sha256 != host.sha256:
+        raise ValueError("the calibration was measured on a host with other weights; see oretrofit.calibrate")
+    taus = calibration.taus(variant, delta, quantile)
+    return _assemble(host, variant, taus, calibration.provenance(delta, quantile), calibration.statistics(taus))
 
 
-def measure(
-    host: Host,
+def calibrate(
+    host: HostLike = settings.HOST,
     variant: str = "closed",
     *,
-    tables: int = DEFAULT_TABLES,
-    seed: int = CALIBRATION_SEED,
+    tables: int = settings.TABLES,
+    seed: int = settings.SEED,
     device: str = "cpu",
     on_table: Callable[[], None] | None = None,
-) -> dict[str, np.ndarray]:
-    """`||h||^2` of a variant's carriers on synthetic tables; arguments as of `patch`.
+) -> Calibration:
+    """Measure `||h||^2` of a host's carriers on synthetic tables, once for many patches; arguments as of `patch`.
 
     What is measured for `closed` serves the other variants too.
     """
-    if tables < 1:
-        raise ValueError(f"calibration needs at least one table, got {tables}")
-    names = list(carriers(host.model, variant))
-    return measure_carriers(host.specs(), names, calibration_tables(tables, seed), device=device, on_table=on_table)
+    host = load_host(host)
+    found = carriers(host.model, variant)
+    return Calibration.measure(
+        host.specs, host.sha256, found, tables=tables, seed=seed, device=device, on_table=on_table
+    )
 
 
-def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:
+def load(path: str | Path, host: HostLike | None = None) -> Retrofit:
     """Load a retrofit saved by `Retrofit.save`.
 
     Args:
@@ -246,7 +244,7 @@ def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:
         found, variant = content["format"], content["variant"]
         name, sha256 = content["host"]["name"], str(content["host"]["sha256"])
         taus = {str(site): float(tau) for site, tau in content["tau"].items()}
-        calibration, statistics = dict(content["calibration"]), dict(content["statistics"])
+        provenance, statistics = dict(content["calibration"]), dict(content["statistics"])
         check_variant(variant)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {error!r}") from error
@@ -261,7 +259,7 @@ def load(path: str | Path, host: HostLike | Host | None = None) -> Retrofit:
             f"not {loaded.name or 'the given host'} with {loaded.sha256[:12]}..."
         )
     try:
-        return _assemble(loaded, variant, taus, calibration, statistics)
+        return _assemble(loaded, variant, taus, provenance, statistics)
     except ValueError as error:
         raise RetrofitError(f"{path} does not fit its host: {error}") from error
 
@@ -270,9 +268,9 @@ def _assemble(
     host: Host,
     variant: str,
     taus: dict[str, float],
-    calibration: dict[str, Any],
+    provenance: dict[str, Any],
     statistics: dict[str, dict[str, float]] | None = None,
 ) -> Retrofit:
     model = copy.deepcopy(host.model)
     sites = patch_model(model, variant, taus)
-    return Retrofit(host, variant, model, sites, calibration, statistics or {})
+    return Retrofit(host, variant, model, sites, provenance, statistics or {})

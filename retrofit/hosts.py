@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import math
 import warnings
@@ -13,31 +14,20 @@ from typing import Any, TypeAlias
 
 import torch
 from tabpfn import TabPFNRegressor
-from tabpfn.architectures import ARCHITECTURES
-from tabpfn.architectures.shared.bar_distribution import FullSupportBarDistribution
-from tabpfn.architectures.tabpfn_v3 import TabPFNV3, TabPFNV3Config, get_architecture, parse_config
+from tabpfn.architectures import tabpfn_v3
 from tabpfn.base import ModelSpecs
-from tabpfn.checkpoint import Checkpoint
-from tabpfn.constants import ModelVersion
-from tabpfn.inference_config import InferenceConfig, cpu_sample_limit
-from tabpfn.model_loading import (
-    _rename_old_inference_config_keys,
-    get_cache_dir,
-    load_model_criterion_config,
-    resolve_model_path,
-)
 from torch import nn
 
-from .patcher import host_class, unpatch_model
+from ..calibration.settings import HOST_NAMES
+from ..patches.architectures import HOST_SPECS, spec_named, spec_of
+from ..patches.host_spec import HostSpec
+from . import tabpfn_api
+from .patcher import unpatch
 
 HOSTS_FOLDER = Path(__file__).parent / "hosts"
 SMALL_HOST = HOSTS_FOLDER / "oretrofit-small-v3-regressor.safetensors"
 
-# What `host` arguments take, besides a path. `small` is bundled; `random-v3` is full size with seeded
-# random weights, for tests and benchmarks; `v3` is Prior Labs' default, through TabPFN's own loader.
-HOST_NAMES = ("small", "random-v3", "v3")
-
-HostLike: TypeAlias = str | Path | TabPFNRegressor | TabPFNV3
+HostLike: TypeAlias = "str | Path | TabPFNRegressor | nn.Module | Host"
 
 _HOW_TO_GET_V3 = (
     "Prior Labs' v3 regressor is the host `v3`; it needs their licence (TABPFN_TOKEN) or its checkpoint "
@@ -51,7 +41,7 @@ class HostError(ValueError):
 
 @dataclass
 class Host:
-    """A TabPFN v3 regressor to be patched.
+    """A regressor to be patched.
 
     Attributes:
         name: What it was loaded by (a name or an absolute path), or None for one given as an object.
@@ -61,23 +51,28 @@ class Host:
     """
 
     name: str | None
-    model: TabPFNV3
-    inference_config: InferenceConfig
-    norm_criterion: FullSupportBarDistribution | None = None
+    model: nn.Module
+    inference_config: tabpfn_api.InferenceConfig
+    norm_criterion: tabpfn_api.FullSupportBarDistribution | None = None
 
-    @property
+    @functools.cached_property
     def sha256(self) -> str:
         """SHA-256 over the weights: names, dtypes, shapes and bytes, whatever file they came from."""
         return weights_sha256(self.model)
 
-    def specs(self, model: TabPFNV3 | None = None) -> ModelSpecs:
-        """A fresh copy of the host (or of `model`, a patched clone of it) for `model_path=`.
+    @property
+    def specs(self) -> ModelSpecs:
+        """A fresh copy of the host for `TabPFNRegressor(model_path=...)`.
 
-        Always a copy: TabPFN's engines cast and move the model they are given in place.
+        A copy each time: TabPFN's engines cast and move the model that they are given in place.
         """
+        return self.specs_with(self.model)
+
+    def specs_with(self, model: nn.Module) -> ModelSpecs:
+        """The same with a copy of `model`, a patched clone of the host's."""
         return ModelSpecs(
-            model=copy.deepcopy(self.model if model is None else model),
-            architecture_config=self.model.config,
+            model=copy.deepcopy(model),  # type: ignore[arg-type]
+            architecture_config=self.model.config,  # type: ignore[arg-type]
             inference_config=copy.deepcopy(self.inference_config),
             norm_criterion=copy.deepcopy(self.norm_criterion),
         )
@@ -86,8 +81,7 @@ class Host:
 def weights_sha256(model: nn.Module) -> str:
     """SHA-256 over a model's weights in the order of their names."""
     digest = hashlib.sha256()
-    # nn.Module's own method: a patched model's warns its user about what is saved.
-    for name, value in sorted(nn.Module.state_dict(model).items()):
+    for name, value in sorted([*model.named_parameters(), *model.named_buffers()]):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -97,7 +91,7 @@ def load_host(host: HostLike = "small") -> Host:
     """Load a host.
 
     Args:
-        host: `small`, `random-v3` or `v3` (see `HOST_NAMES`); the path of a v3 regressor
+        host: `small`, `random-v3` or `v3` (see `calibration.settings.HOST_NAMES`); the path of a v3 regressor
             checkpoint (`.ckpt`, read without unpickling code, or `.safetensors`); a
             `TabPFNRegressor`, fitted or not, whose model is a v3 regressor; or a `TabPFNV3`.
 
@@ -114,8 +108,8 @@ def load_host(host: HostLike = "small") -> Host:
             f"a host is a name, a path, a TabPFNRegressor or a v3 regressor model, not a {type(host).__name__}"
         )
     if isinstance(host, nn.Module):
-        _check_regressor(host_class(host).__name__, getattr(host, "config", None), "the given model")
-        return Host(None, _unpatched_clone(host), _with_cpu_limit(_default_inference_config()))
+        _spec_of_regressor(host, "the given model")
+        return Host(None, _unpatched_clone(host), _with_cpu_limit(tabpfn_api.default_inference_config()))
     if host == "small":
         return _from_checkpoint(SMALL_HOST, "small")
     if host == "random-v3":
@@ -140,7 +134,7 @@ def random_host(seed: int = 0, **config: Any) -> Host:
     standard = seed == 0 and not config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = get_architecture(TabPFNV3Config(**{"num_buckets": 5000, **config}))
+        model: Any = tabpfn_v3.get_architecture(tabpfn_v3.TabPFNV3Config(**{"num_buckets": 5000, **config}))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 2 and not parameter.any():
@@ -152,23 +146,20 @@ def random_host(seed: int = 0, **config: Any) -> Host:
             direction = torch.randn(last.in_features) / math.sqrt(last.in_features)
             last.weight.copy_(2 * centers[:, None] * direction + 0.1 * last.weight)
             last.bias.copy_(model.regression_borders.diff().log() - centers.square() / 2)
-    return Host("random-v3" if standard else None, model.eval(), _with_cpu_limit(_default_inference_config()))
+    return Host("random-v3" if standard else None, model.eval(), _with_cpu_limit(tabpfn_api.default_inference_config()))
 
 
-def _default_inference_config() -> InferenceConfig:
-    return InferenceConfig.get_default("regression", ModelVersion.V2_5)
-
-
-def _with_cpu_limit(config: InferenceConfig) -> InferenceConfig:
+def _with_cpu_limit(config: tabpfn_api.InferenceConfig) -> tabpfn_api.InferenceConfig:
     # TabPFN sets this for models it loads from a path; through ModelSpecs the config's own
     # default of 1,000 rows would stand.
-    return dataclasses.replace(config, MAX_CPU_SAMPLES=cpu_sample_limit(ModelVersion.V3))
+    limit = tabpfn_api.cpu_sample_limit(tabpfn_api.ModelVersion.V3)
+    return dataclasses.replace(config, MAX_CPU_SAMPLES=limit)
 
 
 def _from_checkpoint(path: Path, name: str) -> Host:
     try:
         if path.suffix == ".safetensors":
-            checkpoint = Checkpoint(path).load()
+            checkpoint = tabpfn_api.Checkpoint(path).load()
         else:
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -178,50 +169,42 @@ def _from_checkpoint(path: Path, name: str) -> Host:
     ):
         raise HostError(f"{path} is not a TabPFN checkpoint: it has no `state_dict` and `config`")
     architecture = checkpoint.get("architecture_name", "tabpfn_v2")
-    _check_regressor(architecture, checkpoint["config"], str(path))
+    spec = _regressor_spec(spec_named(architecture), architecture, checkpoint["config"], str(path))
 
     state = dict(checkpoint["state_dict"])
     criterion_borders = state.get("criterion.borders")
     state = {key: value for key, value in state.items() if not key.startswith("criterion.")}
     try:
-        config, _ = parse_config(checkpoint["config"])
-        model = get_architecture(config)
+        config, _ = spec.parse_config(checkpoint["config"])
+        model = spec.build(config)
         model.load_state_dict(state)
     except Exception as error:
         raise HostError(f"{path} does not hold the weights that its own config describes: {error}") from error
     stored = checkpoint.get("inference_config")
     try:
-        inference_config = (
-            InferenceConfig(**_rename_old_inference_config_keys(stored)) if stored else _default_inference_config()
-        )
+        inference_config = tabpfn_api.inference_config_from(stored) if stored else tabpfn_api.default_inference_config()
     except Exception as error:
         raise HostError(f"{path} has an inference config that this TabPFN does not know: {error}") from error
     criterion = None
     if criterion_borders is not None:
-        criterion = FullSupportBarDistribution(criterion_borders.float(), ignore_nan_targets=True)
+        criterion = tabpfn_api.FullSupportBarDistribution(criterion_borders.float(), ignore_nan_targets=True)
     return Host(name, model.eval(), _with_cpu_limit(inference_config), criterion)
 
 
 def _from_prior_labs() -> Host:
     """TabPFN's own route to its default v3 regressor; the version is named, as `auto` is v3.5."""
-    path = resolve_model_path(None, which="regressor", version="v3")[0][0]
+    path = tabpfn_api.prior_labs_path("v3")
     try:
-        models, criterion, _, inference_config = load_model_criterion_config(
-            None,
-            check_bar_distribution_criterion=True,
-            version="v3",
-            estimator_type="regressor",
-            download_if_not_exists=True,
-        )
+        model, criterion, inference_config = tabpfn_api.load_prior_labs_regressor("v3")
     except Exception as error:
         raise HostError(
             f"TabPFN could not load its v3 regressor: {_first_line(error)}\n"
             "Either accept Prior Labs' licence at https://ux.priorlabs.ai, set TABPFN_TOKEN to your API key and run "
-            f"again with a network; or put {path.name} into TabPFN's cache folder {get_cache_dir()} "
+            f"again with a network; or put {path.name} into TabPFN's cache folder {path.parent} "
             "(TABPFN_MODEL_CACHE_DIR moves it); or use --host small."
         ) from error
-    _check_regressor(host_class(models[0]).__name__, getattr(models[0], "config", None), str(path))
-    return Host("v3", models[0], _with_cpu_limit(inference_config), criterion)
+    _spec_of_regressor(model, str(path))
+    return Host("v3", model, _with_cpu_limit(inference_config), criterion)
 
 
 def _from_regressor(regressor: TabPFNRegressor) -> Host:
@@ -229,7 +212,7 @@ def _from_regressor(regressor: TabPFNRegressor) -> Host:
         # Loads the model without data, and without leaving a trace on the user's estimator.
         regressor = copy.copy(regressor)
         try:
-            regressor._initialize_model_variables()
+            tabpfn_api.initialize(regressor)
         except Exception as error:
             raise HostError(
                 f"the regressor's model could not be loaded: {_first_line(error)} {_HOW_TO_GET_V3}"
@@ -237,7 +220,7 @@ def _from_regressor(regressor: TabPFNRegressor) -> Host:
     if len(regressor.models_) != 1:
         raise HostError(f"the regressor has {len(regressor.models_)} models; patch them one at a time")
     model = regressor.models_[0]
-    _check_regressor(host_class(model).__name__, getattr(model, "config", None), "the regressor's model")
+    spec = _spec_of_regressor(model, "the regressor's model")
     dtype = next(model.parameters()).dtype
     if dtype in (torch.float16, torch.bfloat16):
         warnings.warn(
@@ -246,17 +229,17 @@ def _from_regressor(regressor: TabPFNRegressor) -> Host:
             stacklevel=3,
         )
     criterion = getattr(regressor, "znorm_space_bardist_", None)
-    if criterion is not None and len(criterion.borders) != model.n_out + 1:
+    if criterion is not None and len(criterion.borders) != len(spec.borders(model)):
         # A constant target leaves the regressor with a distribution of its own, which is not the host's.
         criterion = None
     config = _with_cpu_limit(regressor.inference_config_)
     return Host(None, _unpatched_clone(model), config, copy.deepcopy(criterion))
 
 
-def _unpatched_clone(model: TabPFNV3) -> TabPFNV3:
+def _unpatched_clone(model: nn.Module) -> nn.Module:
     # In float32, which TabPFN starts from: an engine that ran in another precision has cast the model.
     clone = copy.deepcopy(model).to("cpu", torch.float32)
-    unpatch_model(clone)
+    unpatch(clone)
     return clone
 
 
@@ -264,12 +247,21 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _check_regressor(architecture: Any, config: Any, where: str) -> None:
-    """Refuse by name what is not a TabPFN v3 regressor."""
-    if architecture not in ("tabpfn_v3", "TabPFNV3"):
+def _spec_of_regressor(model: nn.Module, where: str) -> HostSpec:
+    """The architecture of a model; `HostError` unless it is a regressor that can be patched."""
+    return _regressor_spec(spec_of(model), type(model).__name__, getattr(model, "config", None), where)
+
+
+def _regressor_spec(spec: HostSpec | None, architecture: Any, config: Any, where: str) -> HostSpec:
+    """Refuse by name what is no regressor of an architecture that can be patched."""
+    if spec is None:
         known = "tabpfn_v2_5" if architecture == "base" else str(architecture)
-        kind = known if known in ARCHITECTURES else f"unknown architecture {known}"
-        raise HostError(f"{where} is a {kind} model, not a TabPFN v3 regressor. {_HOW_TO_GET_V3}")
-    classes = config.get("max_num_classes", -1) if isinstance(config, dict) else config.max_num_classes
-    if classes is not None and classes >= 2:
-        raise HostError(f"{where} is a TabPFN v3 classifier; only regressors can be patched. {_HOW_TO_GET_V3}")
+        kind = known if known in tabpfn_api.ARCHITECTURES else f"unknown architecture {known}"
+        raise HostError(f"{where} is a {kind} model, not a {_kinds()} regressor. {_HOW_TO_GET_V3}")
+    if not spec.is_regressor(config):
+        raise HostError(f"{where} is a {spec.label} classifier; only regressors can be patched. {_HOW_TO_GET_V3}")
+    return spec
+
+
+def _kinds() -> str:
+    return " or ".join(spec.label for spec in HOST_SPECS)

@@ -1,4 +1,4 @@
-"""Walking a TabPFN v3 model, putting the O-classes on, and taking them off again."""
+"""Walking a host's model, putting the O-classes on, and taking them off again."""
 
 from __future__ import annotations
 
@@ -6,41 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from tabpfn.architectures import tabpfn_v3
 from torch import nn
 
-from ..patches.tabpfn_v3 import CARRIERS, O_CLASSES, CarrierNorm, GatedNorm
-from ..patches.tabpfn_v3_closed import CLOSED_CLASSES, DOORS, OCellEmbedding, OColumnAggregator, OTargetEncoder
-
-# Which carriers a variant reads presence from. `oa` puts OAttention at every attention; `full-o`
-# adds OFFN and ONorm: the norms that feed the FFNs and those at the readouts are gated. `closed` adds
-# OInject at the doors, and closes the count of keys, the scaler and the grouping of columns.
-VARIANTS: dict[str, frozenset[str]] = {
-    "oa": frozenset({"receiver", "source", "receiver and source"}),
-    "full-o": frozenset({"receiver", "source", "receiver and source", "ffn", "readout"}),
-    "closed": frozenset({"receiver", "source", "receiver and source", "ffn", "readout", "door"}),
-}
-_GATED = frozenset({"ffn", "readout"})
-
-_HOST_NORM = tabpfn_v3._DtypeMatchingRMSNorm
-_HOST_CLASSES = {o_class: host_class for host_class, o_class in [*O_CLASSES.items(), *CLOSED_CLASSES.items()]}
-_HOST_CLASSES |= {CarrierNorm: _HOST_NORM, GatedNorm: _HOST_NORM}
-_HOST_CLASSES |= {OCellEmbedding: nn.Linear, OTargetEncoder: nn.Linear}
-_HOST_CLASSES |= {OColumnAggregator: tabpfn_v3.ColumnAggregator}
-
-# Every other module of a v3 regressor, left as it is. Anything not named here is refused: a model
-# must never be patched by half without a word.
-_LEFT_ALONE = (
-    tabpfn_v3.MLP,
-    tabpfn_v3.SoftmaxScalingMLP,
-    tabpfn_v3.RotaryEmbedding,
-    tabpfn_v3.InducedSelfAttentionBlock,
-    tabpfn_v3.FeatureDistributionEmbedder,
-    tabpfn_v3.ColumnAggregator,
-    nn.Sequential,
-    nn.ModuleList,
-    nn.GELU,
-)
+from ..patches.architectures import spec_of
+from ..patches.host_spec import HostSpec
+from ..patches.variants import GATED, VARIANTS, check_variant
+from .tabpfn_api import check_tabpfn
 
 
 class PatchError(ValueError):
@@ -68,52 +39,70 @@ class Site:
     tau: float
 
 
-def check_variant(variant: str) -> None:
-    """Raise `ValueError` unless `variant` is one of `VARIANTS`."""
-    if variant not in VARIANTS:
-        raise ValueError(f"unknown variant {variant!r}; there are: {', '.join(VARIANTS)}")
-
-
-def host_class(module: nn.Module) -> type[nn.Module]:
-    """The class a module has, or had before it was patched."""
-    return _HOST_CLASSES.get(type(module), type(module))
+def known_spec(model: nn.Module) -> HostSpec:
+    """The architecture of a model, patched or not. Raises `PatchError` for one that cannot be patched."""
+    if (spec := spec_of(model)) is None:
+        raise PatchError(f"a {type(model).__module__}.{type(model).__qualname__} is no host that can be patched")
+    return spec
 
 
 def carriers(model: nn.Module, variant: str) -> dict[str, str]:
     """The variant's carriers in a host: name of a norm or a door -> what the carrier is.
 
-    Raises `PatchError` if the model has a module or a norm that is not known here.
+    Raises `PatchError` for a model with a module or a norm that is not known here, or with one that does not
+    run its class's forward, whose patch would be without effect.
     """
     check_variant(variant)
+    spec = known_spec(model)
+    known = {spec.norm_class, *spec.left_alone}.union(*spec.classes.values())
     found: dict[str, str] = {}
     norms = set()
     for name, module in model.named_modules():
-        kind = host_class(module)
-        if kind is _HOST_NORM:
-            norms.add(name)
-        elif kind not in O_CLASSES and kind not in _LEFT_ALONE and not isinstance(module, nn.Linear):
+        kind = spec.host_class(module)
+        if kind not in known and not isinstance(module, nn.Linear):
             raise PatchError(
                 f"the model has a module this version does not know, {name or 'the model itself'} of class "
                 f"{type(module).__module__}.{type(module).__qualname__}; it was not patched"
             )
-        for norm, carrier in CARRIERS.get(kind, {}).items():
+        if changed := _what_changes_the_call(module):
+            raise PatchError(
+                f"{name or 'the model itself'} has {changed}, which the patched forward would pass by or run on other "
+                "tensors; it was not patched. Take that off (of the model that you patch), and put it on the patched "
+                "model if it is still wanted"
+            )
+        if kind is spec.norm_class:
+            norms.add(name)
+        for norm, carrier in spec.carriers.get(kind, {}).items():
             found[f"{name}.{norm}" if name else norm] = carrier
     if norms != found.keys():
         unexpected = ", ".join(sorted(norms ^ found.keys()))
-        raise PatchError(f"the model's norms are not where TabPFN v3 has them: {unexpected}; it was not patched")
-    if variant == "closed":
-        for name, o_class in DOORS.items():
-            door = model.get_submodule(name)
-            if host_class(door) is not _HOST_CLASSES[o_class]:
+        raise PatchError(f"the model's norms are not where {spec.label} has them: {unexpected}; it was not patched")
+    if "door" in VARIANTS[variant]:
+        for name, door in spec.doors.items():
+            module = model.get_submodule(name)
+            if spec.host_class(module) is not door.host_class:
                 raise PatchError(
-                    f"the model's {name} is a {type(door).__qualname__}, not TabPFN v3's; it was not patched"
+                    f"the model's {name} is a {type(module).__qualname__}, not {spec.label}'s; it was not patched"
                 )
-    found |= dict.fromkeys(DOORS, "door")
+    found |= dict.fromkeys(spec.doors, "door")
     return {name: carrier for name, carrier in found.items() if carrier in VARIANTS[variant]}
 
 
+def _what_changes_the_call(module: nn.Module) -> str:
+    """What a call of the module does beside its class's forward, in words; empty for nothing."""
+    if "forward" in vars(module):
+        return "a forward of its own, set on the instance (accelerate and other wrappers do so)"
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return "been compiled in place by Module.compile"
+    if hasattr(module, "parametrizations"):
+        return "parametrizations (torch.nn.utils.parametrize)"
+    if module._forward_pre_hooks or module._forward_hooks:
+        return "forward hooks (as weight_norm and spectral_norm have)"
+    return ""
+
+
 def patch_model(model: nn.Module, variant: str, taus: Mapping[str, float]) -> list[Site]:
-    """Patch a v3 regressor in place and report every site.
+    """Patch a host's model in place and report every site.
 
     Weights and state-dict keys stay. Patching a patched model replaces the patch, so doing it twice
     is doing it once.
@@ -124,20 +113,23 @@ def patch_model(model: nn.Module, variant: str, taus: Mapping[str, float]) -> li
         taus: tau for each of the variant's `carriers`, by name.
 
     Raises:
-        PatchError: A module that is not known, or a carrier without a tau.
+        TabPFNDriftError: A TabPFN other than the one that the patches were written for.
+        PatchError: A module that is not known or runs something else than its class's forward, or a carrier
+            without a tau.
         ValueError: An unknown variant, or a tau that is not a positive number.
     """
+    check_tabpfn()
     wanted = carriers(model, variant)
     missing, extra = wanted.keys() - taus.keys(), taus.keys() - wanted.keys()
     if missing or extra:
         wrong = f"none for {', '.join(sorted(missing))}" if missing else f"one too many: {', '.join(sorted(extra))}"
         raise PatchError(f"variant {variant!r} needs one tau for each of its carriers; there is {wrong}")
     for name, tau in taus.items():
-        if not 0 < tau <= torch.finfo(torch.float32).max:
-            raise ValueError(f"tau of {name} must be a positive number within float32, not {tau!r}")
+        check_tau(tau, f"tau of {name}")
 
-    unpatch_model(model)
-    classes = CLOSED_CLASSES if variant == "closed" else O_CLASSES
+    unpatch(model)
+    spec = known_spec(model)
+    classes = spec.classes[variant]
     for module in model.modules():
         if type(module) in classes:
             module.__class__ = classes[type(module)]
@@ -145,18 +137,23 @@ def patch_model(model: nn.Module, variant: str, taus: Mapping[str, float]) -> li
     for name, carrier in wanted.items():
         module = model.get_submodule(name)
         if carrier == "door":
-            module.__class__ = DOORS[name]
+            module.__class__ = spec.doors[name].o_class
         else:
-            module.__class__ = GatedNorm if carrier in _GATED else CarrierNorm
+            module.__class__ = spec.gated_norm if carrier in GATED else spec.carrier_norm
         tau = float(taus[name])
         module.__dict__["tau"] = tau
         # A door or a readout's norm is the site itself; elsewhere the block has another forward.
         at = module if carrier in ("door", "readout") else model.get_submodule(name.rpartition(".")[0])
-        sites.append(Site(name, carrier, _HOST_CLASSES[type(at)].__name__, type(at).__name__, tau))
-    if variant == "closed":
-        # Not a submodule of the cell embedding: its weights would be listed twice.
-        model.x_embed.__dict__["target"] = model.col_y_encoder
+        sites.append(Site(name, carrier, spec.host_class(at).__name__, type(at).__name__, tau))
+    if "door" in wanted.values():
+        spec.wire(model)
     return sites
+
+
+def check_tau(tau: float, what: str = "tau") -> None:
+    """Raise `ValueError` unless tau is positive and within float32."""
+    if not 0 < tau <= torch.finfo(torch.float32).max:
+        raise ValueError(f"{what} must be a positive number within float32, not {tau!r}")
 
 
 def model_taus(model: nn.Module) -> dict[str, float]:
@@ -164,12 +161,15 @@ def model_taus(model: nn.Module) -> dict[str, float]:
     return {name: vars(module)["tau"] for name, module in model.named_modules() if "tau" in vars(module)}
 
 
-def unpatch_model(model: nn.Module) -> None:
-    """Give every module of a patched model its host class back; a host is left as it is."""
+def unpatch(model: nn.Module) -> None:
+    """Give every module of a patched model its host class back, and take away what the patch left on it.
+
+    The model then computes what its host does, to the bit. A host, or any other module, is left as it is.
+    """
+    if (spec := spec_of(model)) is None:
+        return
     for module in model.modules():
-        if type(module) in _HOST_CLASSES:
-            module.__class__ = _HOST_CLASSES[type(module)]
-            module.__dict__.pop("tau", None)
-            module.__dict__.pop("target", None)
-    # Compiled callables hold the patched forwards.
-    model.__dict__.pop("_torch_compile_cache", None)
+        if module is model or type(module) in spec.host_classes:
+            module.__class__ = spec.host_class(module)
+            for name in spec.patched_attributes:
+                module.__dict__.pop(name, None)

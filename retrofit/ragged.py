@@ -36,16 +36,12 @@ import threadpoolctl
 import torch
 from joblib.externals import loky
 from tabpfn import TabPFNRegressor
-from tabpfn.base import _regression_distribution_from_specs
-from tabpfn.constants import DEFAULT_SAVE_PEAK_MEMORY_FACTOR
-from tabpfn.errors import is_oom_error
-from tabpfn.inference import _maybe_run_gpu_preprocessing, _PerDeviceModelCache, _prepare_model_inputs
-from tabpfn.inference_config import InferenceConfig
-from tabpfn.memory import should_save_peak_mem
-from tabpfn.utils import get_autocast_context, infer_random_state
 from torch import Tensor, nn
 
-from ..patches.tabpfn_v3_closed import Structure
+from ..patches.structure import Structure
+from . import tabpfn_api
+from .patcher import known_spec
+from .tabpfn_api import InferenceConfig
 
 if TYPE_CHECKING:
     from .api import Retrofit
@@ -158,19 +154,14 @@ class Costs:
 
         TabPFN itself runs members alone on MPS, whose attention kernels get batches of them wrong.
         """
-        parts: Any = model
-        cell = _weights(parts.feature_distribution_embedder, parts.column_aggregator)
-        row = _weights(parts.icl_blocks, parts.output_projection) + cell * parts.config.feat_agg_num_cls_tokens
+        spec = known_spec(model)
+        cell, row = spec.cell_weights(model), spec.row_weights(model)
         limit = _MAX_CELLS.get(device.type, 0)
         return cls(cell, row, _LAUNCH.get(device.type, 0.0), max_cells if limit and max_cells is not None else limit)
 
     def work(self, rows: Any, columns: Any) -> Any:
         """Multiply-adds of a member with so many rows and columns; numbers or arrays."""
         return rows * (columns * self.cell + self.row)
-
-
-def _weights(*modules: nn.Module) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_PADDING) -> list[list[int]]:
@@ -273,29 +264,16 @@ def _prepare_bytes(job: bytes) -> bytes:
 
 def _add_output(regressor: TabPFNRegressor, position: int, logits_ML: Tensor) -> None:
     """Add a member's logits to its table's, on the table's borders, as `predict_batched` does."""
-    criterion, engine = regressor.znorm_space_bardist_, regressor.executor_
-    engine.total = engine.total + regressor._translate_batched_logits(
-        output=logits_ML,
-        config=engine.members[position].config,
-        znorm_borders=criterion.borders,
-        std_borders=criterion.borders.cpu().numpy(),
-    )
+    engine = regressor.executor_
+    engine.total = engine.total + tabpfn_api.translate_logits(regressor, logits_ML, engine.members[position].config)
 
 
 def _decode(regressor: TabPFNRegressor, X_test: Any, output_type: str, quantiles: list[float]) -> Any:
     """What `predict` would return, from the sum of the members' logits, as `predict_batched` does."""
     if regressor.is_constant_target_:
-        return regressor._handle_constant_target(len(X_test), output_type, quantiles)  # type: ignore[arg-type]
-    return regressor._decode_batched_dataset(
-        accumulated_logits=regressor.executor_.total,
-        n_estimators=len(regressor.executor_.members),
-        raw_space_bardist=regressor.raw_space_bardist_,
-        znorm_space_bardist=regressor.znorm_space_bardist_,
-        y_mean=regressor.y_train_mean_,
-        y_std=regressor.y_train_std_,
-        output_type=output_type,  # type: ignore[arg-type]
-        quantiles=quantiles,
-    )
+        return tabpfn_api.constant_prediction(regressor, len(X_test), output_type, quantiles)
+    engine = regressor.executor_
+    return tabpfn_api.decode(regressor, engine.total, len(engine.members), output_type, quantiles)
 
 
 # ---- Many members: the forward passes ------------------------------------------------------------
@@ -320,24 +298,14 @@ class _Passes:
 
     def __init__(self, model: nn.Module, template: TabPFNRegressor, byte_size: int, costs: Costs) -> None:
         self.device = template.devices_[0]
-        cache = _PerDeviceModelCache(model)  # type: ignore[arg-type]
-        cache.to([self.device])
         self.dtype = template.forced_inference_dtype_
-        if self.dtype is not None:
-            cache.set_dtype(self.dtype)
-        self.model = cache.get(self.device)
+        self.model: Any = tabpfn_api.model_on(model, self.device, self.dtype)
         self.template, self.byte_size, self.costs = template, byte_size, costs
 
     def members_of(self, table: int, engine: _Engine) -> Iterator[_Member]:
         """A table's members on the device, by the steps of TabPFN's own engines."""
         for position, (member, X_test) in enumerate(zip(engine.members, engine.X_tests, strict=True)):
-            x_R1C, y_N = _prepare_model_inputs(self.device, self.dtype, member.X_train, X_test, member.y_train)
-            x_R1C, _ = _maybe_run_gpu_preprocessing(
-                x_R1C,
-                gpu_preprocessor=member.gpu_preprocessor,
-                num_train_rows=len(y_N),
-                feature_schema=member.feature_schema,
-            )
+            x_R1C, y_N = tabpfn_api.prepare_member(member, X_test, self.device, self.dtype)
             yield _Member(x_R1C.squeeze(1), y_N, table, position)
 
     def answer(
@@ -407,7 +375,7 @@ class _Passes:
     def _forward(self, members: list[_Member], threads: int) -> list[Tensor]:
         x_RBC, y_NB, structure = _pad(members)
         (n_train, batch), (n_rows, _, columns) = y_NB.shape, x_RBC.shape
-        save_memory = should_save_peak_mem(
+        save_memory = tabpfn_api.should_save_peak_mem(
             self.template.memory_saving_mode,
             X_train_shape=(batch * n_train, columns),
             X_test_shape=(batch * (n_rows - n_train), columns),
@@ -417,12 +385,12 @@ class _Passes:
         performance = dataclasses.replace(
             self.model.get_default_performance_options(),
             enable_torch_compile=self.template.enable_torch_compile,
-            save_peak_memory_factor=DEFAULT_SAVE_PEAK_MEMORY_FACTOR if save_memory else None,
+            save_peak_memory_factor=tabpfn_api.DEFAULT_SAVE_PEAK_MEMORY_FACTOR if save_memory else None,
         )
         if self.dtype is not None:
             x_RBC, y_NB = x_RBC.type(self.dtype), y_NB.type(self.dtype)
         torch.set_num_threads(threads)
-        with get_autocast_context(self.device, enabled=self.template.use_autocast_), torch.inference_mode():
+        with tabpfn_api.get_autocast_context(self.device, enabled=self.template.use_autocast_), torch.inference_mode():
             logits_MBL = self.model(  # type: ignore[call-overload]
                 x_RBC, y_NB, structure=structure, performance_options=performance, task_type="regression"
             )
@@ -434,7 +402,9 @@ class _Passes:
 def _is_out_of_memory(error: Exception) -> bool:
     """TabPFN's test, which is about GPUs, and what torch says when the CPU's memory or cuBLAS's ends."""
     others = ("DefaultCPUAllocator", "ALLOC_FAILED")
-    return isinstance(error, MemoryError) or is_oom_error(error) or any(text in str(error) for text in others)
+    return (
+        isinstance(error, MemoryError) or tabpfn_api.is_oom_error(error) or any(text in str(error) for text in others)
+    )
 
 
 def _padded_cells(members: list[_Member]) -> int:
@@ -545,9 +515,7 @@ def predict_ragged(
 
     report = RaggedReport() if report is None else report
     specs = retrofit.specs
-    weightless = dataclasses.replace(
-        specs, model=nn.Linear(1, 1), norm_criterion=_regression_distribution_from_specs(specs)
-    )
+    weightless = dataclasses.replace(specs, model=nn.Linear(1, 1), norm_criterion=tabpfn_api.bar_distribution(specs))
     template, byte_size, worker_options = _settings(weightless, options)
     passes = _Passes(specs.model, template, byte_size, Costs.of(specs.model, template.devices_[0], max_cells))
 
@@ -560,7 +528,7 @@ def predict_ragged(
     results: list[Any] = [None] * lengths[0]
     tables = list(zip(*lists, strict=True))
     # Seeds are drawn in the caller's order. The order of work is by size, so that neighbours pad well to each other.
-    seeds = [infer_random_state(template.random_state)[0] for _ in tables]
+    seeds = [tabpfn_api.infer_random_state(template.random_state)[0] for _ in tables]
     order = sorted(range(len(tables)), key=lambda i: _rough_size(tables[i]))
     if n_jobs is None:
         enough = len(tables) >= _TABLES_FOR_PROCESSES[_start_method(passes.device)]
@@ -625,12 +593,12 @@ def _settings(weightless: Any, options: dict[str, Any]) -> tuple[TabPFNRegressor
         raise NotImplementedError("no tuning_config: the temperature is fitted table by table; use fit and predict")
     options = {**options, "model_path": weightless}
     template = TabPFNRegressor(**options)
-    if template._uses_majority_downsample():
+    if tabpfn_api.uses_majority_downsample(template):
         raise NotImplementedError(
             "no SAMPLE_SUBSAMPLING_METHOD='majority_downsample': its correction is fitted table by table; use fit and "
             "predict"
         )
-    byte_size = template._initialize_model_variables()
+    byte_size = tabpfn_api.initialize(template)
     # Workers run on the CPU, whatever the device and the precision of the forward passes.
     worker_options = {**options, "device": "cpu", "inference_precision": torch.float32}
     if template.devices_[0].type != "cpu":

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tabpfn import TabPFNRegressor
 
-from oretrofit.patches.tabpfn_v3_closed import DOOR_CARRIERS
+from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
 from oretrofit.retrofit.hosts import random_host
 from oretrofit.retrofit.patcher import carriers
 
@@ -85,7 +85,10 @@ def gating_taus():
         seen = {name: [] for name in carriers(model, variant)}
 
         def watch(name, values):
-            at, part, squared_norm = DOOR_CARRIERS.get(name, (name, "input", lambda h: h.square().sum(-1)))
+            at, part, squared_norm = name, "input", lambda h: h.square().sum(-1)
+            if name in TABPFN_V3.doors:
+                door = TABPFN_V3.doors[name]
+                at, part, squared_norm = door.at, door.part, door.squared_norm
 
             def hook(_, args, kwargs, output=None):
                 carrier = output if part == "output" else [*args, *kwargs.values()][0]

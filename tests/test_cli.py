@@ -19,12 +19,12 @@ from tabpfn import TabPFNRegressor
 from typer.testing import CliRunner
 
 from oretrofit import cli
-from oretrofit.calibration import carriers
+from oretrofit.calibration import carriers, settings
 from oretrofit.experiments import datasets, evaluate, frontier
 from oretrofit.experiments.pretrain import save_host
+from oretrofit.patches.variants import VARIANTS
 from oretrofit.retrofit import api
 from oretrofit.retrofit.hosts import Host, random_host
-from oretrofit.retrofit.patcher import VARIANTS
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_host: Host) -> Path:
     """A folder with hosts, retrofits and tables, good and bad."""
     folder = tmp_path_factory.mktemp("files")
     save_host(tiny_host.model, folder / "tiny-v3.safetensors")
-    other = random_host(seed=2, **dataclasses.asdict(tiny_host.model.config))
+    other = random_host(seed=2, **dataclasses.asdict(tiny_host.model.config))  # type: ignore[call-overload]
     save_host(other.model, folder / "other-v3.safetensors")
     (folder / "broken-v3.safetensors").write_text("no checkpoint")
     torch.save({"state_dict": {}, "config": {}, "architecture_name": "tabpfn_v2"}, folder / "v2.ckpt")
@@ -111,7 +111,7 @@ def test_defaults_are_those_of_the_functions() -> None:
         assert defaults(cli.patch)[name] == defaults(api.patch)[name], name
     for name in ("seeds", "delta", "quantile", "tables", "max_rows", "precision"):
         assert defaults(cli.evaluate)[name] == defaults(evaluate.Plan)[name], name
-    assert api.CALIBRATION_SEED + 10_000 == frontier.HELD_OUT_SEED
+    assert settings.SEED + 10_000 == frontier.HELD_OUT_SEED
 
 
 def test_patch(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tabpfn.architectures import tabpfn_v3
 from oretrofit import patch
 from oretrofit.calibration import carriers as module
 from oretrofit.calibration.carriers import calibration_tables, measure_carriers, predict_table
-from oretrofit.retrofit.api import measure
+from oretrofit.retrofit.api import calibrate
 from oretrofit.retrofit.patcher import carriers
 
 
@@ -47,8 +47,8 @@ def received(specs, table, monkeypatch):
 
 
 def test_statistics_are_what_the_norms_receive(tiny_host, tables, names, monkeypatch):
-    seen = [received(tiny_host.specs(), table, monkeypatch) for table in tables]
-    measured = measure_carriers(tiny_host.specs(), names, tables)
+    seen = [received(tiny_host.specs, table, monkeypatch) for table in tables]
+    measured = measure_carriers(tiny_host.specs, names, tables)
     assert measured.keys() == seen[0].keys()
     for name, values in measured.items():
         expected = seen[0][name] + seen[1][name]
@@ -59,7 +59,7 @@ def test_statistics_are_what_the_norms_receive(tiny_host, tables, names, monkeyp
 
 def test_doors_are_measured_where_something_is_added(tiny_host, tables):
     """In float64, from what the modules of one fit and predict are called with and give back."""
-    specs = tiny_host.specs()
+    specs = tiny_host.specs
     seen = {door: [] for door in ("x_embed", "col_y_encoder", "column_aggregator", "icl_y_encoder")}
     embed, aggregate = specs.model.x_embed.forward, specs.model.column_aggregator.forward
 
@@ -79,7 +79,7 @@ def test_doors_are_measured_where_something_is_added(tiny_host, tables):
 
     specs.model.x_embed.forward, specs.model.column_aggregator.forward = embedding, aggregating
     predict_table(specs, tables[0])
-    measured = measure_carriers(tiny_host.specs(), list(seen), tables[:1])
+    measured = measure_carriers(tiny_host.specs, list(seen), tables[:1])
     for door, values in measured.items():
         assert len(values) == len(seen[door])
         np.testing.assert_allclose(np.sort(values), np.sort(seen[door]), rtol=1e-5)
@@ -88,9 +88,9 @@ def test_doors_are_measured_where_something_is_added(tiny_host, tables):
 
 
 def test_thinned_evenly(tiny_host, tables, names, monkeypatch):
-    everything = measure_carriers(tiny_host.specs(), names, tables[:1])
+    everything = measure_carriers(tiny_host.specs, names, tables[:1])
     monkeypatch.setattr(module, "_KEPT", 20)
-    for name, kept in measure_carriers(tiny_host.specs(), names, tables[:1]).items():
+    for name, kept in measure_carriers(tiny_host.specs, names, tables[:1]).items():
         whole = everything[name]
         assert len(kept) <= 4 * 20 < len(whole)  # two forward passes, some norms twice in each
         assert np.isin(kept, whole).all()
@@ -99,7 +99,7 @@ def test_thinned_evenly(tiny_host, tables, names, monkeypatch):
 
 
 def test_hooks_are_gone_afterwards(tiny_host, tables):
-    specs, calls = tiny_host.specs(), []
+    specs, calls = tiny_host.specs, []
     names = list(carriers(tiny_host.model, "closed"))
 
     def fail():
@@ -115,7 +115,7 @@ def test_hooks_are_gone_afterwards(tiny_host, tables):
 
 
 def test_carriers_without_tokens_are_refused(tiny_host, tables):
-    specs = tiny_host.specs()
+    specs = tiny_host.specs
     specs.model.unused = torch.nn.Identity()
     with pytest.raises(RuntimeError, match="unused"):
         measure_carriers(specs, ["unused"], tables[:1])
@@ -128,7 +128,7 @@ def test_carriers_without_tokens_are_refused(tiny_host, tables):
 
 
 def test_zeros_are_left_out(tiny_host, tables):
-    specs = tiny_host.specs()
+    specs = tiny_host.specs
     layer = specs.model.feature_distribution_embedder.layers[0]
     with torch.no_grad():
         layer.inducing_vectors[:3] = 0
@@ -142,18 +142,18 @@ def test_zeros_are_left_out(tiny_host, tables):
 @pytest.mark.parametrize("variant", ["oa", "full-o", "closed"])
 def test_patch_calibrates_every_site(tiny_host, variant):
     """At each site, `1 - quantile` of the live tokens of the calibration tables keep presence `1 - delta`."""
-    squared_norms = measure(tiny_host, tables=2, seed=9)
+    calibration = calibrate(tiny_host, tables=2, seed=9)
     retrofit = patch(tiny_host, variant, tables=2, seed=9, delta=0.01, quantile=0.05)
-    assert retrofit.calibration == {"delta": 0.01, "quantile": 0.05, "tables": 2, "seed": 9}
+    assert retrofit.settings == {"delta": 0.01, "quantile": 0.05, "tables": 2, "seed": 9}
     for site in retrofit.sites:
-        n = squared_norms[site.name]
+        n = calibration.squared_norms[site.name]
         absence = site.tau / (site.tau + n)
         assert np.mean(absence <= 0.01 * (1 + 1e-9)) >= 0.95 - 1 / len(n)
         assert np.mean(absence >= 0.01 * (1 - 1e-9)) >= 0.05 - 1 / len(n)
         assert retrofit.statistics[site.name]["presence_min"] == pytest.approx(1 - absence.max(), rel=1e-9)
     # The same on a measurement made before, and for the same seed only.
     taus = [site.tau for site in retrofit.sites]
-    again = patch(tiny_host, variant, tables=2, seed=9, delta=0.01, quantile=0.05, squared_norms=squared_norms)
+    again = patch(tiny_host, variant, tables=2, seed=9, delta=0.01, quantile=0.05, calibration=calibration)
     assert [site.tau for site in again.sites] == taus
     other = patch(tiny_host, variant, tables=2, seed=10, delta=0.01, quantile=0.05)
     assert [site.tau for site in other.sites] != taus
@@ -161,7 +161,7 @@ def test_patch_calibrates_every_site(tiny_host, variant):
 
 def test_measuring_leaves_the_host_alone(tiny_host):
     before = copy.deepcopy(tiny_host.model.state_dict())
-    measure(tiny_host, tables=1)
+    calibrate(tiny_host, tables=1)
     after = tiny_host.model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not any(m._forward_pre_hooks for m in tiny_host.model.modules())

@@ -22,8 +22,8 @@ from oretrofit.experiments.audit import HOST, INPUT, KINDS, Insertion
 from oretrofit.experiments.pretrain import save_host
 from oretrofit.patches.tabpfn_v3 import GatedNorm
 from oretrofit.patches.tabpfn_v3_closed import OCellEmbedding
+from oretrofit.patches.variants import VARIANTS
 from oretrofit.retrofit import api
-from oretrofit.retrofit.patcher import VARIANTS
 
 MODELS = [HOST, *VARIANTS]
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
@@ -379,7 +379,7 @@ def test_the_tables_have_the_sizes_of_the_bar():
 def quick(monkeypatch):
     """Small tables, and calibration on one of them with one estimator."""
     monkeypatch.setattr(audit, "draw_cases", lambda tables, device: [draw(i, device=device) for i in range(tables)])
-    monkeypatch.setattr(audit, "measure", functools.partial(api.measure, tables=1))
+    monkeypatch.setattr(audit, "calibrate", functools.partial(api.calibrate, tables=1))
     monkeypatch.setattr(carriers, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
 
 

@@ -70,7 +70,7 @@ def test_end_to_end(host: Host, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert run.open_run(plan, folder) == []
     tables: list[None] = []
-    retrofits = run.calibrate(plan, folder, on_table=lambda: tables.append(None))
+    retrofits = run.calibrate_run(plan, folder, on_table=lambda: tables.append(None))
     assert len(tables) == 1  # one measurement for all variants
     cases, failures = run.evaluate(plan, retrofits, folder)
     assert not failures
@@ -88,7 +88,7 @@ def test_end_to_end(host: Host, tmp_path: Path) -> None:
     # Taken up again: the same cases from disk, the same taus, nothing measured.
     finished = run.open_run(plan, folder)
     assert finished == cases
-    again = run.calibrate(plan, folder, on_table=lambda: pytest.fail("calibrated again"))
+    again = run.calibrate_run(plan, folder, on_table=lambda: pytest.fail("calibrated again"))
     assert {name: r.sites for name, r in again.items()} == {name: r.sites for name, r in retrofits.items()}
     assert run.evaluate(plan, again, folder, finished=finished, on_case=lambda _: pytest.fail("ran again"))[0] == cases
 
@@ -189,7 +189,8 @@ def test_other_settings_are_refused_by_name(host: Host, tmp_path: Path) -> None:
         run.open_run(dataclasses.replace(plan, delta=0.01), folder)
     with pytest.raises(ValueError, match=r"host\.sha256"):
         run.open_run(
-            dataclasses.replace(plan, host=random_host(seed=2, **dataclasses.asdict(host.model.config))), folder
+            dataclasses.replace(plan, host=random_host(seed=2, **dataclasses.asdict(host.model.config))),
+            folder,  # type: ignore[call-overload]
         )
     csv_spec(tmp_path, rows=40)  # another table under the same name
     with pytest.raises(ValueError, match="files_sha256"):
@@ -217,7 +218,7 @@ def test_given_retrofit_runs_beside_the_control(host: Host, tmp_path: Path) -> N
     other = dataclasses.replace(plan, given=patch(host, "oa", tau=0.6)).settings()["variants"]
     assert settings["oa"]["taus_sha256"] != other["oa"]["taus_sha256"]
     run.open_run(plan, tmp_path / "run")
-    assert run.calibrate(plan, tmp_path / "run")["oa"] is given
+    assert run.calibrate_run(plan, tmp_path / "run")["oa"] is given
     with pytest.raises(ValueError, match="is oa too"):
         dataclasses.replace(plan, variants=("oa",))
 
@@ -271,7 +272,7 @@ def test_on_a_gpu(host: Host, tmp_path: Path) -> None:
     plan = tiny_plan(host, tmp_path, device="cuda", variants=())
     folder = tmp_path / "run"
     run.open_run(plan, folder)
-    cases, failures = run.evaluate(plan, run.calibrate(plan, folder), folder)
+    cases, failures = run.evaluate(plan, run.calibrate_run(plan, folder), folder)
     assert not failures
     (record,) = cases[0].variants
     assert record["host_peak_mb"] > 0 and record["variant_peak_mb"] > 0

@@ -18,12 +18,13 @@ from tabpfn import TabPFNRegressor
 import oretrofit
 from oretrofit.calibration import carriers
 from oretrofit.calibration.carriers import calibration_tables, predict_table
+from oretrofit.calibration.settings import TABLES
 from oretrofit.experiments import evaluate, frontier, report
 from oretrofit.experiments.datasets import Case
 from oretrofit.patches.presence import presence
-from oretrofit.retrofit.api import DEFAULT_TABLES, measure
+from oretrofit.patches.variants import VARIANTS
+from oretrofit.retrofit.api import calibrate
 from oretrofit.retrofit.hosts import Host
-from oretrofit.retrofit.patcher import VARIANTS
 
 
 @pytest.fixture(autouse=True)
@@ -73,20 +74,20 @@ def test_synthetic_cases_are_predicted_as_calibration_predicts(tiny_host: Host) 
     tables, cases = calibration_tables(6, 5), frontier.synthetic_cases(6, 5)
     assert any(table.categorical for table in tables)
     done: list[None] = []
-    predicted = frontier.predict_cases(tiny_host.specs(), cases, on_case=lambda: done.append(None))
+    predicted = frontier.predict_cases(tiny_host.specs, cases, on_case=lambda: done.append(None))
     assert len(done) == 6
     for table, made, means in zip(tables, cases, predicted, strict=True):
         assert np.array_equal(np.concatenate([made.y_train, made.y_test]), table.y)
         assert np.array_equal(np.concatenate([made.X_train, made.X_test]), table.X, equal_nan=True)
         assert made.categorical == table.categorical
-        assert np.array_equal(means, predict_table(tiny_host.specs(), table))
+        assert np.array_equal(means, predict_table(tiny_host.specs, table))
 
 
 def test_presence_is_one_half_at_the_length_reported(tiny_host: Host) -> None:
-    squared_norms = measure(tiny_host, tables=2)
-    retrofit = oretrofit.patch(tiny_host, "oa", delta=0.01, tables=2, squared_norms=squared_norms)
+    calibration = calibrate(tiny_host, tables=2)
+    retrofit = oretrofit.patch(tiny_host, "oa", delta=0.01, tables=2, calibration=calibration)
     half = frontier.half_presence(retrofit)
-    lengths = {site.name: np.median(np.sqrt(squared_norms[site.name])) for site in retrofit.sites}
+    lengths = {site.name: np.median(np.sqrt(calibration.squared_norms[site.name])) for site in retrofit.sites}
     presences = {}
     for end in ("_min", "_max"):
         norm = half[f"half_presence_norm{end}"]
@@ -122,7 +123,7 @@ def test_sweep(tiny_host: Host) -> None:
     assert list(zip(rows["variant"], rows["delta"], strict=True)) == [
         *(("full-o", 1e-6), ("full-o", 1e-1), ("oa", 1e-6), ("oa", 1e-1))
     ]
-    assert (len(tables), len(done)) == (DEFAULT_TABLES, 2 + 4 * 2)  # the host predicts each case once
+    assert (len(tables), len(done)) == (TABLES, 2 + 4 * 2)  # the host predicts each case once
     for _, (small, large) in rows.groupby("variant")["max_abs_diff_sd"]:
         assert small < 1e-3 < large
     # tau is in proportion to delta / (1 - delta).
@@ -145,7 +146,7 @@ def test_suite_cases_give_what_eval_gives(tiny_host: Host, tmp_path: Path) -> No
     frame.to_csv(tmp_path / "table.csv", index=False)
     spec = f"csv:{tmp_path / 'table.csv'}#y"
     plan = evaluate.Plan(tiny_host, [spec], seeds=2, variants=("full-o",), delta=1e-2)
-    cases, failures = evaluate.evaluate(plan, evaluate.calibrate(plan, tmp_path), tmp_path)
+    cases, failures = evaluate.evaluate(plan, evaluate.calibrate_run(plan, tmp_path), tmp_path)
     assert not failures
     records = evaluate.case_rows(cases).query("variant == 'full-o'")
 

@@ -32,7 +32,7 @@ def quick():
     with pytest.MonkeyPatch.context() as patched:
         for module in (ragged, core, carriers):
             patched.setattr(module, "TabPFNRegressor", two)
-        patched.setattr(ragged, "measure", functools.partial(ragged.measure, tables=1))
+        patched.setattr(ragged, "calibrate", functools.partial(ragged.calibrate, tables=1))
         yield
 
 
@@ -68,7 +68,7 @@ def test_methods_agree(host_file):
     expected = []
     for X, y, X_test in tables:
         regressor = TabPFNRegressor(
-            model_path=load_host(host_file).specs(), n_estimators=2, device="cpu", inference_precision=torch.float32
+            model_path=load_host(host_file).specs, n_estimators=2, device="cpu", inference_precision=torch.float32
         )
         expected.append(regressor.fit(X, y).predict(X_test))
     passes = {}

@@ -47,13 +47,13 @@ def test_save_and_load(retrofits, tiny_host, predict, tmp_path, variant):
     retrofit.save(str(path))
     assert path.stat().st_size < 20_000  # no weights
     loaded = load(path, host=tiny_host.model)
-    for attribute in ("variant", "sites", "calibration", "statistics"):
+    for attribute in ("variant", "sites", "settings", "statistics"):
         assert getattr(loaded, attribute) == getattr(retrofit, attribute)
     assert loaded.host.sha256 == tiny_host.sha256
     expected = predict(retrofit.specs)
     assert np.array_equal(predict(loaded.specs), expected)
-    assert np.array_equal(predict(loaded.host_specs), predict(tiny_host.specs()))
-    assert np.abs(expected - predict(tiny_host.specs())).max() > 0.01
+    assert np.array_equal(predict(loaded.host_specs), predict(tiny_host.specs))
+    assert np.abs(expected - predict(tiny_host.specs)).max() > 0.01
     # Once more round gives the same file.
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
@@ -140,7 +140,7 @@ def test_the_table_has_a_row_for_each_site(retrofits, variant, tiny_host):
     assert (table[quantiles].diff(axis=1).iloc[:, 1:] >= 0).all(axis=None)
     assert ((0 < table["presence_min"]) & (table["presence_min"] <= table["presence_median"])).all()
     given = patch(tiny_host, variant, tau=2.0)
-    assert given.calibration == {"tau": 2.0}
+    assert given.settings == {"tau": 2.0}
     assert set(given.table["tau"]) == {2.0}
     assert "presence_min" not in given.table
 
@@ -200,7 +200,7 @@ def test_tabpfns_checkpoint_of_a_patched_model_is_the_host_and_says_so(
         warnings.simplefilter("error", UserWarning)
         copy.deepcopy(retrofits["oa"].model)
         assert retrofits["oa"].host.sha256 == tiny_host.sha256
-        save_tabpfn_model(regressor(tiny_host.specs()).fit(*table[:2]), tmp_path / "host-v3.ckpt")
+        save_tabpfn_model(regressor(tiny_host.specs).fit(*table[:2]), tmp_path / "host-v3.ckpt")
 
 
 # ---- Fitted regressors ---------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_files_that_are_no_fit_of_a_retrofit_are_refused(retrofits, regressor, t
         path.write_bytes(b"garbage" * 99)
     elif kind == "TabPFN's own":
         checkpoint = tmp_path / "my-v3.ckpt"
-        save_tabpfn_model(regressor(tiny_host.specs()).fit(*table[:2]), checkpoint)
+        save_tabpfn_model(regressor(tiny_host.specs).fit(*table[:2]), checkpoint)
         fitted = regressor(str(checkpoint)).fit(*table[:2])
         fitted.save_fit_state(path)
         assert np.array_equal(load_fitted_tabpfn_model(path).predict(table[2]), fitted.predict(table[2]))
@@ -307,7 +307,7 @@ def test_a_tau_beyond_float32_is_refused_when_patching(tiny_host):
 
 def test_a_host_that_ran_in_half_precision_is_announced(tiny_host, regressor, table):
     X, y, X_test = table
-    fitted = regressor(tiny_host.specs(), inference_precision=torch.float16).fit(X, y)
+    fitted = regressor(tiny_host.specs, inference_precision=torch.float16).fit(X, y)
     fitted.predict(X_test)
     with pytest.warns(UserWarning, match="rounded its weights"):
         patch(fitted, "oa", tau=1e-3)

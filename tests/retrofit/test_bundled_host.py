@@ -29,7 +29,7 @@ def test_tabpfn_and_the_package_agree_on_it(on_path, regressor, table):
     X, y, X_test = table
     host = load_host("small")
     assert host.name == "small"
-    assert np.array_equal(regressor(host.specs()).fit(X, y).predict(X_test), on_path)
+    assert np.array_equal(regressor(host.specs).fit(X, y).predict(X_test), on_path)
 
 
 def test_it_predicts(on_path, table):

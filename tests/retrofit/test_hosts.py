@@ -15,8 +15,8 @@ from tabpfn.settings import settings
 
 from oretrofit import load_host, patch
 from oretrofit.patches.tabpfn_v3 import OTabPFNV3
-from oretrofit.retrofit.hosts import HostError, random_host
-from oretrofit.retrofit.patcher import VARIANTS
+from oretrofit.patches.variants import VARIANTS
+from oretrofit.retrofit.hosts import HostError, random_host, weights_sha256
 
 V3_FILE = "tabpfn-v3-regressor-v3_default.ckpt"
 
@@ -65,9 +65,9 @@ def test_the_hash_is_over_all_weights(tiny_host):
         last = parameter.data.view(-1)[-1:]
         kept = last.clone()
         last.copy_(torch.nextafter(kept, kept + 1))
-        assert host.sha256 != tiny_host.sha256, name
+        assert weights_sha256(host.model) != tiny_host.sha256, name
         last.copy_(kept)
-    assert host.sha256 == tiny_host.sha256
+    assert weights_sha256(host.model) == tiny_host.sha256
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------
@@ -81,21 +81,21 @@ def test_a_checkpoint_by_its_path(tiny_host, predict, tmp_path, suffix, as_strin
     host = load_host(path.name if as_string else path)
     assert host.name == str(path)
     assert host.sha256 == tiny_host.sha256
-    assert np.array_equal(predict(host.specs()), predict(path))
+    assert np.array_equal(predict(host.specs), predict(path))
 
 
 def test_what_tabpfn_saves(tiny_host, predict, regressor, table, tmp_path):
     """With the bar distribution beside the model, and not the borders that the model would make itself."""
     borders = tiny_host.model.regression_borders * 1.1
-    specs = tiny_host.specs()
+    specs = tiny_host.specs
     specs.norm_criterion = model_loading.FullSupportBarDistribution(borders)
     fitted = regressor(specs).fit(*table[:2])
     model_loading.save_tabpfn_model(fitted, tmp_path / "saved-v3.ckpt")
     host = load_host(tmp_path / "saved-v3.ckpt")
     assert torch.equal(host.norm_criterion.borders, borders)
-    assert np.array_equal(predict(host.specs()), fitted.predict(table[2]))
-    assert np.array_equal(predict(host.specs()), predict(tmp_path / "saved-v3.ckpt"))
-    assert not np.allclose(predict(host.specs()), predict(tiny_host.specs()), rtol=1e-3)
+    assert np.array_equal(predict(host.specs), fitted.predict(table[2]))
+    assert np.array_equal(predict(host.specs), predict(tmp_path / "saved-v3.ckpt"))
+    assert not np.allclose(predict(host.specs), predict(tiny_host.specs), rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_tabpfn_saves(tiny_host, predict, regressor, table, tmp_path):
 def test_the_stored_preprocessing_is_used(tiny_host, predict, tmp_path, stored):
     config = dataclasses.asdict(tiny_host.inference_config)
     path = write(checkpoint(tiny_host, inference_config=stored(config)), tmp_path / "my-v3.ckpt")
-    assert np.array_equal(predict(load_host(path).specs()), predict(path))
+    assert np.array_equal(predict(load_host(path).specs), predict(path))
 
 
 class Trap:
@@ -183,7 +183,7 @@ def test_v3_comes_from_the_cache_folder_of_tabpfn(tiny_host, predict, cache_dir)
     host = load_host("v3")
     assert host.name == "v3"
     assert host.sha256 == tiny_host.sha256
-    assert np.array_equal(predict(host.specs()), predict(path))
+    assert np.array_equal(predict(host.specs), predict(path))
     assert host.inference_config.MAX_CPU_SAMPLES == 5000
 
 
@@ -230,7 +230,7 @@ def settled(tiny_host, regressor, table, tmp_path):
 
     def make(way, **settings):
         by_path = "path" in way
-        source = write(checkpoint(tiny_host), tmp_path / "my-v3.ckpt") if by_path else tiny_host.specs()
+        source = write(checkpoint(tiny_host), tmp_path / "my-v3.ckpt") if by_path else tiny_host.specs
         made = regressor(source, **settings)
         return made.fit(*table[:2]) if "unfitted" not in way else made
 
@@ -244,7 +244,7 @@ def test_a_regressor_as_host(tiny_host, settled, predict, table, way):
     host = load_host(given)
     assert host.name is None
     assert host.sha256 == tiny_host.sha256
-    assert np.array_equal(predict(host.specs()), predict(tiny_host.specs()))
+    assert np.array_equal(predict(host.specs), predict(tiny_host.specs))
     assert host.inference_config.MAX_CPU_SAMPLES == 5000
     # No trace on the user's estimator, and no shared model.
     assert vars(given) == before
@@ -252,7 +252,7 @@ def test_a_regressor_as_host(tiny_host, settled, predict, table, way):
     if "unfitted" not in way:
         assert host.model is not given.models_[0]
         assert type(given.models_[0]) is tabpfn_v3.TabPFNV3
-        assert np.array_equal(given.predict(table[2]), predict(tiny_host.specs()))
+        assert np.array_equal(given.predict(table[2]), predict(tiny_host.specs))
 
 
 def test_a_regressor_brings_its_own_preprocessing(tiny_host, settled):
@@ -263,8 +263,8 @@ def test_a_regressor_brings_its_own_preprocessing(tiny_host, settled):
 
 def test_a_regressor_fitted_on_a_constant_target(tiny_host, regressor, predict, table):
     """Its bar distribution is that of the constant, not the model's."""
-    given = regressor(tiny_host.specs()).fit(table[0], np.ones(24))
-    assert np.array_equal(predict(load_host(given).specs()), predict(tiny_host.specs()))
+    given = regressor(tiny_host.specs).fit(table[0], np.ones(24))
+    assert np.array_equal(predict(load_host(given).specs), predict(tiny_host.specs))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -277,7 +277,7 @@ def test_a_patched_model_as_host_is_unpatched(tiny_host, regressor, predict, tab
         given.fit(*table[:2])
     host = load_host(given)
     assert host.sha256 == tiny_host.sha256
-    assert np.array_equal(predict(host.specs()), predict(tiny_host.specs()))
+    assert np.array_equal(predict(host.specs), predict(tiny_host.specs))
     assert type(retrofit.model) is patched and issubclass(patched, OTabPFNV3)
 
 
@@ -285,7 +285,7 @@ def test_a_model_as_host(tiny_host, predict):
     host = load_host(tiny_host.model)
     assert host.name is None
     assert host.model is not tiny_host.model
-    assert np.array_equal(predict(host.specs()), predict(tiny_host.specs()))
+    assert np.array_equal(predict(host.specs), predict(tiny_host.specs))
     assert load_host(host) is host
 
 
@@ -326,7 +326,7 @@ def test_v3_5_as_tabpfn_loads_it_is_refused(tiny_host, cache_dir):
 
 def test_several_models_are_refused(tiny_host, regressor):
     with pytest.raises(HostError, match="2 models"):
-        load_host(regressor([tiny_host.specs(), tiny_host.specs()]))
+        load_host(regressor([tiny_host.specs, tiny_host.specs]))
 
 
 def test_a_classifier_is_refused():

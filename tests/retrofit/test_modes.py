@@ -39,7 +39,7 @@ def runs_of(make_host, gating_taus, regressor, table):
             patch_model(models[variant], variant, gating_taus(host, run_on(host), variant))
 
         def fit(variant, prepare=lambda model: None, **settings):
-            specs = host.specs(models[variant])
+            specs = host.specs_with(models[variant])
             prepare(specs.model)
             return regressor(specs, **settings).fit(X, y)
 
@@ -50,7 +50,7 @@ def runs_of(make_host, gating_taus, regressor, table):
         return SimpleNamespace(host=host, models=models, fit=fit, predict=predict, plain=plain, X_test=X_test)
 
     def run_on(host):
-        return lambda model: regressor(dataclasses.replace(host.specs(), model=model)).fit(X, y).predict(X_test)
+        return lambda model: regressor(dataclasses.replace(host.specs, model=model)).fit(X, y).predict(X_test)
 
     return build
 
@@ -251,7 +251,7 @@ def test_gradients_through_the_estimator(runs, regressor, table):
 
     def loss(model, inputs):
         fitted = regressor(
-            runs.host.specs(model),
+            runs.host.specs_with(model),
             n_estimators=1,
             differentiable_input=True,
             inference_precision=torch.float64,
@@ -288,11 +288,11 @@ def test_compiled(make_host, regressor, table, gating_taus, monkeypatch, variant
     host = make_host(dist_embed_num_blocks=1, nlayers=1, use_nan_indicators=False)
     model = copy.deepcopy(host.model)
     patch_model(
-        model, variant, gating_taus(host, lambda m: regressor(host.specs(m)).fit(X, y).predict(X_test), variant)
+        model, variant, gating_taus(host, lambda m: regressor(host.specs_with(m)).fit(X, y).predict(X_test), variant)
     )
-    plain = regressor(host.specs(model)).fit(X, y).predict(X_test)
+    plain = regressor(host.specs_with(model)).fit(X, y).predict(X_test)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager", fullgraph=True))
-    compiled = regressor(host.specs(model), enable_torch_compile=True).fit(X, y)
+    compiled = regressor(host.specs_with(model), enable_torch_compile=True).fit(X, y)
     np.testing.assert_allclose(compiled.predict(X_test), plain, rtol=1e-5)
     assert len(vars(compiled.models_[0])["_torch_compile_cache"]) == 2
     copied = pickle.loads(pickle.dumps(compiled)).models_[0]  # without the compiled functions

@@ -11,7 +11,7 @@ from tabpfn.architectures import tabpfn_v3
 from torch import nn
 
 from oretrofit import patch
-from oretrofit.retrofit.patcher import PatchError, carriers, patch_model, unpatch_model
+from oretrofit.retrofit.patcher import PatchError, carriers, patch_model, unpatch
 
 VARIANTS = ["oa", "full-o", "closed"]
 BLOCK = "feature_distribution_embedder.layers.{}.cross_attn_block{}"
@@ -20,7 +20,7 @@ BLOCK = "feature_distribution_embedder.layers.{}.cross_attn_block{}"
 def expected_sites(variant):
     """Every site of the tiny host: name -> (carrier, host's class, O-class)."""
     cross = ("CrossAttentionBlock", "OCrossAttentionBlock")
-    columns = ("TransformerBlock", "OTransformerBlock")
+    columns = ("TransformerBlock", "OColumnTransformerBlock")
     rows = ("ICLTransformerBlock", "OICLTransformerBlock")
     norm = ("_DtypeMatchingRMSNorm", "GatedNorm")
     attention, rest = {}, {"column_aggregator.out_ln": ("readout", *norm), "output_norm": ("readout", *norm)}
@@ -55,7 +55,7 @@ def assert_same_weights(a, b):
 
 @pytest.fixture(scope="module")
 def on_host(tiny_host, predict):
-    return predict(tiny_host.specs())
+    return predict(tiny_host.specs)
 
 
 def patched(host, variant, tau=1.0):
@@ -113,7 +113,7 @@ def test_as_tau_goes_to_zero_the_host_returns(tiny_host, predict, monkeypatch, v
         specs = patch(tiny_host, variant, tau=tau).specs
         return np.abs(predict(specs, inference_precision=torch.float64) - on_host).max()
 
-    on_host = predict(tiny_host.specs(), inference_precision=torch.float64)
+    on_host = predict(tiny_host.specs, inference_precision=torch.float64)
     assert shift(1e-30) < 1e-12 * np.abs(on_host).max()
     # On the way the change is of first order in tau.
     assert 1.5 < shift(2e-3) / shift(1e-3) < 2.5
@@ -129,23 +129,23 @@ def test_the_last_patch_replaces_those_before(tiny_host, predict, first, second)
     assert {n: vars(m).get("tau") for n, m in model.named_modules()} == {
         n: vars(m).get("tau") for n, m in once.named_modules()
     }
-    assert np.array_equal(predict(tiny_host.specs(model)), predict(tiny_host.specs(once)))
+    assert np.array_equal(predict(tiny_host.specs_with(model)), predict(tiny_host.specs_with(once)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_unpatching_restores_the_host(tiny_host, on_host, predict, variant):
     model, _ = patched(tiny_host, variant)
-    unpatch_model(model)
+    unpatch(model)
     assert classes(model) == classes(tiny_host.model)
     assert all(vars(m).keys() == vars(tiny_host.model.get_submodule(n)).keys() for n, m in model.named_modules())
-    assert np.array_equal(predict(tiny_host.specs(model)), on_host)
-    unpatch_model(model)
+    assert np.array_equal(predict(tiny_host.specs_with(model)), on_host)
+    unpatch(model)
     assert classes(model) == classes(tiny_host.model)
 
 
 def test_patching_and_unpatching_drop_compiled_forwards(tiny_host):
     model = copy.deepcopy(tiny_host.model)
-    for change in (lambda m: patch_model(m, "oa", dict.fromkeys(carriers(m, "oa"), 1.0)), unpatch_model):
+    for change in (lambda m: patch_model(m, "oa", dict.fromkeys(carriers(m, "oa"), 1.0)), unpatch):
         vars(model)["_torch_compile_cache"] = {"forward": object()}  # where TabPFN keeps them
         change(model)
         assert "_torch_compile_cache" not in vars(model)

@@ -1,0 +1,246 @@
+"""The one door to TabPFN's private names, and the check that they are what this package was written for.
+
+Everything else of the package imports `tabpfn` and `tabpfn.base.ModelSpecs` only, the patches of a host's
+blocks aside, whose functions are checked here too (`HostSpec.sources`). What to do for a new TabPFN:
+CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import linecache
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabpfn import TabPFNRegressor, base, inference, model_loading
+from tabpfn.architectures import ARCHITECTURES, register_architecture
+from tabpfn.architectures.shared.bar_distribution import FullSupportBarDistribution
+from tabpfn.base import ModelSpecs
+from tabpfn.checkpoint import Checkpoint, save_as_safetensors
+from tabpfn.constants import DEFAULT_SAVE_PEAK_MEMORY_FACTOR, ModelVersion
+from tabpfn.errors import is_oom_error
+from tabpfn.inference_config import InferenceConfig, cpu_sample_limit
+from tabpfn.memory import should_save_peak_mem
+from tabpfn.preprocessing import PreprocessorConfig
+from tabpfn.utils import get_autocast_context, infer_autocast_inference_mode, infer_random_state
+from torch import Tensor, nn
+
+from ..patches.architectures import HOST_SPECS
+
+__all__ = [
+    "ARCHITECTURES",
+    "DEFAULT_SAVE_PEAK_MEMORY_FACTOR",
+    "Checkpoint",
+    "FullSupportBarDistribution",
+    "InferenceConfig",
+    "ModelVersion",
+    "PreprocessorConfig",
+    "TabPFNDriftError",
+    "bar_distribution",
+    "check_tabpfn",
+    "constant_prediction",
+    "cpu_sample_limit",
+    "decode",
+    "default_inference_config",
+    "drift",
+    "fingerprint",
+    "get_autocast_context",
+    "infer_autocast_inference_mode",
+    "infer_random_state",
+    "inference_config_from",
+    "initialize",
+    "is_oom_error",
+    "load_engine",
+    "load_prior_labs_regressor",
+    "model_on",
+    "prepare_member",
+    "prior_labs_path",
+    "register_architecture",
+    "save_as_safetensors",
+    "should_save_peak_mem",
+    "translate_logits",
+    "uses_majority_downsample",
+]
+
+# ---- The estimator ------------------------------------------------------------------------------
+
+
+def initialize(regressor: TabPFNRegressor) -> int:
+    """Load a regressor's model without data, as `fit` does; the bytes of a number in its precision."""
+    return regressor._initialize_model_variables()
+
+
+def uses_majority_downsample(regressor: TabPFNRegressor) -> bool:
+    """Whether it samples rows in a way that `predict_batched` refuses."""
+    return regressor._uses_majority_downsample()
+
+
+def translate_logits(regressor: TabPFNRegressor, logits_ML: Tensor, config: Any) -> Tensor:
+    """An ensemble member's logits (M, L) on the borders of its regressor, as `predict_batched` has them."""
+    borders = regressor.znorm_space_bardist_.borders
+    return regressor._translate_batched_logits(
+        output=logits_ML, config=config, znorm_borders=borders, std_borders=borders.cpu().numpy()
+    )
+
+
+def decode(regressor: TabPFNRegressor, total_ML: Tensor, members: int, output_type: str, quantiles: list[float]) -> Any:
+    """What `predict` returns, from the sum of the members' logits (M, L), as `predict_batched` does."""
+    return regressor._decode_batched_dataset(
+        accumulated_logits=total_ML,
+        n_estimators=members,
+        raw_space_bardist=regressor.raw_space_bardist_,
+        znorm_space_bardist=regressor.znorm_space_bardist_,
+        y_mean=regressor.y_train_mean_,
+        y_std=regressor.y_train_std_,
+        output_type=output_type,  # type: ignore[arg-type]
+        quantiles=quantiles,
+    )
+
+
+def constant_prediction(regressor: TabPFNRegressor, rows: int, output_type: str, quantiles: list[float]) -> Any:
+    """What `predict` returns for so many rows after a fit on a constant target."""
+    return regressor._handle_constant_target(rows, output_type, quantiles)  # type: ignore[arg-type]
+
+
+def prepare_member(member: Any, X_test: Any, device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """An ensemble member as its model takes it, by the steps of TabPFN's engines.
+
+    Args:
+        member: One of an engine's `ensemble_members`.
+        X_test: The test rows as the member transforms them.
+        device: Where the model is.
+        dtype: What it was cast to; None for float32.
+
+    Returns:
+        x (R, 1, C), train rows first, and y (N,), on the device.
+    """
+    x_R1C, y_N = inference._prepare_model_inputs(device, dtype, member.X_train, X_test, member.y_train)
+    x_R1C, _ = inference._maybe_run_gpu_preprocessing(
+        x_R1C,
+        gpu_preprocessor=member.gpu_preprocessor,
+        num_train_rows=len(y_N),
+        feature_schema=member.feature_schema,
+    )
+    return x_R1C, y_N
+
+
+def model_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """A model on a device and in a dtype, by the steps of TabPFN's engines; the given one may be changed."""
+    cache = inference._PerDeviceModelCache(model)  # type: ignore[arg-type]
+    cache.to([device])
+    if dtype is not None:
+        cache.set_dtype(dtype)
+    return cache.get(device)
+
+
+def load_engine(file: Path, models: list[Any]) -> Any:
+    """The engine of a fitted estimator, from the part of a fit file that holds it, and its models."""
+    return inference.InferenceEngine.load_state(file, models)
+
+
+# ---- Models and checkpoints ---------------------------------------------------------------------
+
+
+def bar_distribution(specs: ModelSpecs) -> FullSupportBarDistribution:
+    """The distribution that an estimator built from specs decodes logits with."""
+    return base._regression_distribution_from_specs(specs)
+
+
+def default_inference_config() -> InferenceConfig:
+    """What TabPFN takes where a checkpoint holds none."""
+    return InferenceConfig.get_default("regression", ModelVersion.V2_5)
+
+
+def inference_config_from(stored: dict[str, Any]) -> InferenceConfig:
+    """The inference config of a checkpoint, under today's names."""
+    return InferenceConfig(**model_loading._rename_old_inference_config_keys(stored))
+
+
+def prior_labs_path(version: str) -> Path:
+    """Where TabPFN keeps its default regressor of a version, whether or not it is there."""
+    return model_loading.resolve_model_path(None, which="regressor", version=version)[0][0]  # type: ignore[call-overload]
+
+
+def load_prior_labs_regressor(
+    version: str,
+) -> tuple[nn.Module, FullSupportBarDistribution, InferenceConfig]:
+    """TabPFN's default regressor of a version, downloaded where it is not cached, by TabPFN's own route."""
+    models, criterion, _, config = model_loading.load_model_criterion_config(  # type: ignore[call-overload]
+        None,
+        check_bar_distribution_criterion=True,
+        version=version,
+        estimator_type="regressor",
+        download_if_not_exists=True,
+    )
+    return models[0], criterion, config
+
+
+# ---- Drift --------------------------------------------------------------------------------------
+
+
+class TabPFNDriftError(RuntimeError):
+    """The installed TabPFN is not the one that the patches were written for."""
+
+
+# What is called here, or whose way is followed here and in `ragged/`, and the fingerprint of its source.
+SOURCES = {
+    "tabpfn.base:_regression_distribution_from_specs": "b40845a2814c",
+    "tabpfn.base:get_embeddings": "bb821a4de97c",
+    "tabpfn.inference:_PerDeviceModelCache.get": "490fe2dbc8fe",
+    "tabpfn.inference:_PerDeviceModelCache.set_dtype": "f0b2733045b0",
+    "tabpfn.inference:_PerDeviceModelCache.to": "10446077a50b",
+    "tabpfn.inference:_maybe_run_gpu_preprocessing": "ac97e0e00f07",
+    "tabpfn.inference:_prepare_model_inputs": "eddf4e74c67c",
+    "tabpfn.model_loading:_rename_old_inference_config_keys": "324c119ddcc7",
+    "tabpfn.model_loading:resolve_model_path": "2c649d60791f",
+    "tabpfn.model_loading:load_model_criterion_config": "aa0ddf5b6970",
+    "tabpfn.regressor:TabPFNRegressor._decode_batched_dataset": "01890d8c8200",
+    "tabpfn.regressor:TabPFNRegressor._handle_constant_target": "edb51a49b503",
+    "tabpfn.regressor:TabPFNRegressor._initialize_model_variables": "35cc498a0b3a",
+    "tabpfn.regressor:TabPFNRegressor._translate_batched_logits": "aeeb1b5a039b",
+    "tabpfn.regressor:TabPFNRegressor._uses_majority_downsample": "060a43d13a5c",
+    "tabpfn.regressor:TabPFNRegressor.predict_batched": "d6577c15691a",
+}
+
+
+def fingerprint(name: str) -> str:
+    """The first 12 digits of the SHA-256 of a function's source; `missing` where there is no such function.
+
+    Args:
+        name: `module:qualified name`.
+    """
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        code = inspect.unwrap(found).__code__
+    except (ImportError, AttributeError):
+        return "missing"
+    # Not `inspect.getsource`, which looks for the module among all that are loaded, and wakes lazy ones.
+    lines = inspect.getblock(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :])
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
+
+
+def drift() -> dict[str, tuple[str, str]]:
+    """What of TabPFN differs from what this package was written for: its fingerprints here and now, by name."""
+    known = SOURCES.copy()
+    for spec in HOST_SPECS:
+        known |= spec.sources
+    found = {name: (expected, fingerprint(name)) for name, expected in known.items()}
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+
+
+def check_tabpfn() -> None:
+    """Raise `TabPFNDriftError`, naming everything that differs, if the installed TabPFN is not the known one."""
+    if differing := drift():
+        names = "\n".join(f"  {name} ({before}, now {now})" for name, (before, now) in differing.items())
+        raise TabPFNDriftError(
+            f"TabPFN {installed_version('tabpfn')} is not the one that oretrofit's patches were written for; a patch "
+            f"might be without effect. Nothing was patched. These differ:\n{names}\nInstall tabpfn 9.2.0, or see "
+            "CONTRIBUTING.md on following a new TabPFN."
+        )
