@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .calibration.calibration import Calibration
+    from .calibration.variants import VARIANTS
     from .patches.structure import Structure
-    from .patches.variants import VARIANTS
     from .retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
     from .retrofit.hosts import Host, HostError, load_host
     from .retrofit.patcher import PatchError, Site, unpatch
@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "VARIANTS": "patches.variants",
+    "VARIANTS": "calibration.variants",
     "Calibration": "calibration.calibration",
     "Host": "retrofit.hosts",
     "HostError": "retrofit.hosts",

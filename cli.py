@@ -520,11 +520,11 @@ def frontier(
         raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
     _check_writable(json_file, plot)
     from .calibration.settings import TABLES
+    from .calibration.variants import VARIANTS, check_variant
     from .experiments import frontier as run
     from .experiments.datasets import resolve_suite
     from .experiments.evaluate import resolve_device
     from .experiments.report import write_rows
-    from .patches.variants import VARIANTS, check_variant
     from .retrofit.hosts import load_host
 
     variants = list(dict.fromkeys(variant or VARIANTS))
@@ -596,9 +596,9 @@ def audit(
     """Insert NULL rows and columns at every stage of a host and its variants, and say which part leaks."""
     _check_positive(tables=tables)
     _check_writable(json_file)
+    from .calibration.variants import VARIANTS
     from .experiments import audit as run
     from .experiments.evaluate import resolve_device
-    from .patches.variants import VARIANTS
     from .retrofit.hosts import load_host
 
     device, console = resolve_device(device), _console()

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from tabpfn.base import ModelSpecs
 
-from ..patches.variants import VARIANTS, check_variant
 from . import settings
 from .carriers import calibration_tables, measure_carriers
 from .settings import check_delta
 from .tau import choose_tau, presence_report
+from .variants import VARIANTS, check_variant
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,10 +31,10 @@ from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 from torch import Tensor, nn
 
 from ..calibration.prior import draw_table
+from ..calibration.variants import VARIANTS, check_variant
 from ..patches.structure import Structure
 from ..patches.tabpfn_v3 import CarrierNorm, OColumnAttention, OCrossAttention, OICLAttention
 from ..patches.tabpfn_v3_closed import ClosedTabPFNV3, OCellEmbedding, OTargetEncoder, with_structure
-from ..patches.variants import VARIANTS, check_variant
 from ..retrofit.api import calibrate, patch
 from ..retrofit.hosts import Host
 from .report import SHORT_NAMES, Cells

@@ -29,7 +29,7 @@ from tabpfn.base import ModelSpecs
 
 from ..calibration.carriers import calibration_tables, split_table
 from ..calibration.settings import DELTA, MAX_ROWS, PAPER_VARIANTS, QUANTILE, SEED, TABLES, check_delta
-from ..patches.variants import VARIANTS
+from ..calibration.variants import VARIANTS
 from ..retrofit import tabpfn_api
 from ..retrofit.api import Retrofit, calibrate, load, patch
 from ..retrofit.hosts import Host

@@ -14,7 +14,7 @@ from tabpfn.base import ModelSpecs
 
 from ..calibration.carriers import calibration_tables, split_table
 from ..calibration.settings import DELTA
-from ..patches.variants import VARIANTS
+from ..calibration.variants import VARIANTS
 from ..retrofit.api import Retrofit, calibrate, patch
 from ..retrofit.hosts import Host
 from .datasets import Case, load_dataset, make_case

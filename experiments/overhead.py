@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3
 
-from ..patches.variants import VARIANTS
+from ..calibration.variants import VARIANTS
 from ..retrofit.api import patch
 from ..retrofit.hosts import Host
 

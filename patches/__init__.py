@@ -11,6 +11,7 @@ from .operators import (
     ostandardize,
 )
 from .presence import gate, log_presence, presence, squared_norm
+from .structure import Structure
 
 __all__ = [
     "OFFN",
@@ -18,6 +19,7 @@ __all__ = [
     "ONorm",
     "OTransformer",
     "OTransformerBlock",
+    "Structure",
     "gate",
     "log_presence",
     "oattention",

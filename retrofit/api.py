@@ -21,7 +21,7 @@ from torch import nn
 
 from ..calibration import settings
 from ..calibration.calibration import Calibration
-from ..patches.variants import check_variant
+from ..calibration.variants import check_variant
 from . import tabpfn_api
 from .hosts import Host, HostError, HostLike, load_host, weights_sha256
 from .patcher import Site, carriers, check_tau, model_taus, patch_model

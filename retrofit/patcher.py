@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..calibration.variants import GATED, VARIANTS, check_variant
 from ..patches.architectures import spec_of
 from ..patches.host_spec import HostSpec
-from ..patches.variants import GATED, VARIANTS, check_variant
 from .tabpfn_api import check_tabpfn
 
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from oretrofit import cli
 from oretrofit.calibration import carriers, settings
+from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import datasets, evaluate, frontier
 from oretrofit.experiments.pretrain import save_host
-from oretrofit.patches.variants import VARIANTS
 from oretrofit.retrofit import api
 from oretrofit.retrofit.hosts import Host, random_host
 

@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 
 from oretrofit import cli, load_host, patch
 from oretrofit.calibration import carriers
+from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import audit
 from oretrofit.experiments.audit import HOST, INPUT, KINDS, Insertion
 from oretrofit.experiments.pretrain import save_host
 from oretrofit.patches.tabpfn_v3 import GatedNorm
 from oretrofit.patches.tabpfn_v3_closed import OCellEmbedding
-from oretrofit.patches.variants import VARIANTS
 from oretrofit.retrofit import api
 
 MODELS = [HOST, *VARIANTS]

@@ -19,10 +19,10 @@ import oretrofit
 from oretrofit.calibration import carriers
 from oretrofit.calibration.carriers import calibration_tables, predict_table
 from oretrofit.calibration.settings import TABLES
+from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import evaluate, frontier, report
 from oretrofit.experiments.datasets import Case
 from oretrofit.patches.presence import presence
-from oretrofit.patches.variants import VARIANTS
 from oretrofit.retrofit.api import calibrate
 from oretrofit.retrofit.hosts import Host
 

@@ -14,8 +14,8 @@ from tabpfn.checkpoint import save_as_safetensors
 from tabpfn.settings import settings
 
 from oretrofit import load_host, patch
+from oretrofit.calibration.variants import VARIANTS
 from oretrofit.patches.tabpfn_v3 import OTabPFNV3
-from oretrofit.patches.variants import VARIANTS
 from oretrofit.retrofit.hosts import HostError, random_host, weights_sha256
 
 V3_FILE = "tabpfn-v3-regressor-v3_default.ckpt"
