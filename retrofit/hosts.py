@@ -249,6 +249,9 @@ def _first_line(error: Exception) -> str:
 
 def _spec_of_regressor(model: nn.Module, where: str) -> HostSpec:
     """The architecture of a model; `HostError` unless it is a regressor that can be patched."""
+    inside = next((spec for child in model.children() if (spec := spec_of(child))), None)
+    if inside is not None:
+        raise HostError(f"{where} is a {type(model).__name__} around a {inside.label} model; give the model inside it")
     return _regressor_spec(spec_of(model), type(model).__name__, getattr(model, "config", None), where)
 
 

@@ -10,10 +10,9 @@ import torch
 from tabpfn.architectures import tabpfn_v3
 from torch import nn
 
-from oretrofit import patch
+from oretrofit import VARIANTS, HostError, load_host, patch
 from oretrofit.retrofit.patcher import PatchError, carriers, patch_model, unpatch
 
-VARIANTS = ["oa", "full-o", "closed"]
 BLOCK = "feature_distribution_embedder.layers.{}.cross_attn_block{}"
 
 
@@ -214,6 +213,67 @@ def test_what_is_not_known_is_refused_by_name(tiny_host, name, change, variant, 
     with pytest.raises(PatchError, match=name.replace(".", r"\.")):
         patch_model(model, variant, taus)
     assert classes(model) == kinds  # not by half
+
+
+def own_forward(module):
+    plain = module.forward
+    module.forward = lambda *args, **kwargs: plain(*args, **kwargs)  # as accelerate's add_hook_to_module does
+
+
+def compiled_in_place(module):
+    module._compiled_call_impl = module._call_impl  # as Module.compile leaves it, without compiling
+
+
+def replaces_output(module):
+    module.register_forward_hook(lambda module, args, output: output)
+
+
+def replaces_input(module):
+    module.register_forward_pre_hook(lambda module, args: args)
+
+
+def parametrized(module):
+    torch.nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
+
+
+def weight_normed(module):
+    torch.nn.utils.weight_norm(module)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("wrap", "name", "said"),
+    [
+        (own_forward, "icl_blocks.1.layernorm", "forward of its own"),
+        (own_forward, "column_aggregator.blocks.0", "forward of its own"),
+        (own_forward, "icl_blocks.0.mlp", "forward of its own"),
+        (own_forward, "", "forward of its own"),
+        (compiled_in_place, "icl_blocks.2", "Module.compile"),
+        (replaces_output, "icl_blocks.1.layernorm_mlp", "hooks"),
+        (replaces_input, "icl_blocks.1.icl_attention", "hooks"),
+        (parametrized, "icl_blocks.1.icl_attention.q_projection", "parametriz"),
+        (weight_normed, "x_embed", "hooks"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_what_would_pass_the_patch_by_is_refused(tiny_host, variant, wrap, name, said):
+    """The sites would be listed, and the predictions would be the host's, or neither's."""
+    model = copy.deepcopy(tiny_host.model)
+    taus = dict.fromkeys(carriers(model, variant), 1.0)
+    wrap(model.get_submodule(name))
+    kinds = classes(model)
+    with pytest.raises(PatchError, match=f"{name or 'the model itself'}.*{said}"):
+        patch_model(model, variant, taus)
+    assert classes(model) == kinds
+    if wrap is not compiled_in_place:  # a copy is not compiled
+        with pytest.raises(PatchError, match=said):
+            patch(model, variant, tau=1.0)
+
+
+@pytest.mark.parametrize("wrapped", [torch.compile, nn.DataParallel, nn.Sequential])
+def test_a_wrapped_model_is_refused_with_what_to_give(tiny_host, wrapped):
+    with pytest.raises(HostError, match=r"TabPFN v3.*inside"):
+        load_host(wrapped(copy.deepcopy(tiny_host.model)))
 
 
 @pytest.mark.parametrize("door", ["x_embed", "col_y_encoder", "icl_y_encoder"])
