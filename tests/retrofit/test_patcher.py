@@ -236,10 +236,6 @@ def parametrized(module):
     torch.nn.utils.parametrize.register_parametrization(module, "weight", nn.Identity())
 
 
-def weight_normed(module):
-    torch.nn.utils.weight_norm(module)
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("wrap", "name", "said"),
@@ -252,10 +248,8 @@ def weight_normed(module):
         (replaces_output, "icl_blocks.1.layernorm_mlp", "hooks"),
         (replaces_input, "icl_blocks.1.icl_attention", "hooks"),
         (parametrized, "icl_blocks.1.icl_attention.q_projection", "parametriz"),
-        (weight_normed, "x_embed", "hooks"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 def test_what_would_pass_the_patch_by_is_refused(tiny_host, variant, wrap, name, said):
     """The sites would be listed, and the predictions would be the host's, or neither's."""
     model = copy.deepcopy(tiny_host.model)
