@@ -1,8 +1,6 @@
 # `make eval` runs the main job and `make test` the checks; both set up .venv first.
 PYTHON ?= python3
 VENV ?= .venv
-# Extra arguments for pip, e.g. PIP_ARGS="-c .ci/constraints.txt" for a fixed torch.
-PIP_ARGS ?=
 
 BIN := $(VENV)/bin
 
@@ -21,7 +19,7 @@ lint: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_ARGS) -e ".[dev]"
+	$(BIN)/python -m pip install -e ".[dev]"
 	# The root is the package, whatever its folder is called: give the type checker its name.
 	mkdir -p $(VENV)/typing && ln -sfn "$(CURDIR)" $(VENV)/typing/oretrofit
 	touch $@

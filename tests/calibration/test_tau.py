@@ -32,6 +32,12 @@ def test_presence_at_the_quantile_is_one_minus_delta(size, seed, delta, quantile
     assert kept.sum() >= math.floor((1 - quantile) * size)
 
 
+@pytest.mark.parametrize(("delta", "tau"), [(0.5, 4.0), (0.75, 12.0), (0.2, 1.0), (0.001, 4 / 999)])
+def test_tau_by_hand(delta, tau):
+    """`4 / (tau + 4) = 1 - delta` solved for tau."""
+    assert choose_tau(np.full(5, 4.0), delta) == pytest.approx(tau, rel=1e-12)
+
+
 @settings(max_examples=50, deadline=None)
 @given(LENGTHS, SEEDS, DELTAS, st.floats(1e-6, 1e6))
 def test_tau_scales_with_the_carrier(size, seed, delta, factor):
