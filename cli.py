@@ -93,6 +93,7 @@ def patch(
     from .experiments.evaluate import resolve_device
     from .experiments.frontier import near_identity, synthetic_cases
     from .retrofit.hosts import load_host
+    from .retrofit.patcher import known_spec
 
     device, console = resolve_device(device), _console()
     with _progress(console) as progress:
@@ -106,9 +107,10 @@ def patch(
         check = near_identity(retrofit, cases, device, on_case=lambda: progress.advance(task))
 
     console.print(f"{variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.settings)}")
-    short = ", ".join(f"{short} = {name}" for name, short in report.SHORT_NAMES.items())
+    spec = known_spec(retrofit.model)
+    short = ", ".join(f"{short} = {name}" for name, short in spec.short_names.items())
     console.print(f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {short}\n")
-    for title, (header, cells) in report.site_cells(retrofit.table).items():
+    for title, (header, cells) in report.site_cells(retrofit.table, spec).items():
         _print_table(console, header, cells, title=title, left=2)
     console.print(
         f"On {_HELD_OUT} held-out synthetic tables, in float32: RMSE change mean "
@@ -598,24 +600,21 @@ def audit(
     _check_writable(json_file)
     from .calibration.variants import VARIANTS
     from .experiments import audit as run
+    from .experiments import audit_report
     from .experiments.evaluate import resolve_device
     from .retrofit.hosts import load_host
+    from .retrofit.patcher import known_spec
 
     device, console = resolve_device(device), _console()
     with console.status("Auditing") as status:
-        found = run.audit(
-            load_host(host), variant or list(VARIANTS), tables=tables, device=device, on_step=status.update
-        )
-    title = f"NULLs in the input, {tables} synthetic tables, float32, {device}: shift of a live prediction"
-    _print_table(console, *run.summary_cells(found), title=title)
-    title = "NULLs in front of each stage: shift of an old token, norm of a NULL behind it"
-    _print_table(console, *run.boundary_cells(found), title=title)
-    for names, rows in run.leak_rows(found).items():
-        if rows:
-            _print_table(console, ["at", "what leaks"], rows, title=f"What leaks in {names}", left=2)
-        else:
-            console.print(f"Nothing leaks in {names}.")
-    console.print(run.notes())
+        loaded = load_host(host)
+        found = run.audit(loaded, variant or list(VARIANTS), tables=tables, device=device, on_step=status.update)
+    spec = known_spec(loaded.model)
+    for title, (header, cells) in audit_report.figure_tables(found, spec, device).items():
+        _print_table(console, header, cells, title=title)
+    for title, (header, cells) in audit_report.leak_tables(found, spec).items():
+        _print_table(console, header, cells, title=title, left=2)
+    console.print(audit_report.notes(found, spec))
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=1) + "\n")
 

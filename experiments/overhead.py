@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import torch
-from tabpfn.architectures.tabpfn_v3 import TabPFNV3
+from torch import nn
 
 from ..calibration.variants import VARIANTS
 from ..retrofit.api import patch
@@ -46,7 +46,7 @@ def measure_overhead(
     Returns:
         A row a variant: `variant`, `ratio`, `host_seconds` and `variant_seconds` (medians), `rounds`.
     """
-    models: dict[str, TabPFNV3] = {"host": host.specs.model}
+    models: dict[str, nn.Module] = {"host": host.specs.model}
     models |= {variant: patch(host, variant, tau=_TAU).model for variant in VARIANTS}
     models = {name: model.to(device).eval() for name, model in models.items()}
     rng = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def measure_overhead(
     )
 
 
-def _forward_seconds(model: TabPFNV3, x_RBC: torch.Tensor, y_N: torch.Tensor) -> float:
+def _forward_seconds(model: nn.Module, x_RBC: torch.Tensor, y_N: torch.Tensor) -> float:
     def synchronize() -> None:
         if x_RBC.is_cuda:
             torch.cuda.synchronize()

@@ -11,20 +11,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..patches.host_spec import HostSpec
+
 # What the paper reports: mean RMSE change over 18 matched cases of its own.
 PAPER: dict[str, Any] = {
     "note": "another host on other data",
     "cases": 18,
     "mean_rmse_delta_pct": {"oa": 0.088, "full-o": 0.177},
-}
-
-# How the site table shortens the names of TabPFN's modules.
-SHORT_NAMES = {
-    "feature_distribution_embedder.layers": "emb",
-    "column_aggregator": "agg",
-    "icl_blocks": "icl",
-    "cross_attn_block": "ca",
-    "layernorm": "ln",
 }
 
 _RESAMPLES = 10_000
@@ -124,10 +117,10 @@ def case_line(variants: Sequence[dict[str, Any]]) -> str:
     return f"{name}: host RMSE {first['host_rmse']:.5g}, {changes} ({seconds:.0f} s)"
 
 
-def site_cells(sites: pd.DataFrame) -> dict[str, Cells]:
+def site_cells(sites: pd.DataFrame, spec: HostSpec) -> dict[str, Cells]:
     """Header and cells of `Retrofit.table`, by what became of the class.
 
-    Names are shortened as in `SHORT_NAMES`; the columns in percent are quantiles of `||h||^2`.
+    Names are shortened as the host's `spec` has it; the columns in percent are quantiles of `||h||^2`.
     """
     header = ["site", "carrier", "tau"]
     calibrated = "sq_norm_q50" in sites
@@ -137,10 +130,11 @@ def site_cells(sites: pd.DataFrame) -> dict[str, Cells]:
     for (host_class, o_class), group in sites.groupby(["host_class", "o_class"], sort=False):
         cells = []
         for site in group.to_dict("records"):
-            name = site["name"]
-            for long, short in SHORT_NAMES.items():
-                name = name.replace(long, short)
-            row = [name, site["carrier"].replace("receiver and source", "both"), f"{site['tau']:.3g}"]
+            row = [
+                spec.shorten(site["name"]),
+                site["carrier"].replace("receiver and source", "both"),
+                f"{site['tau']:.3g}",
+            ]
             if calibrated:
                 row += [_short_number(site[f"sq_norm_q{q}"]) for q in ("01", "50", "99")]
                 row += [f"{site[f'presence_{kind}']:.5f}" for kind in ("min", "median")]

@@ -7,12 +7,14 @@ CONTRIBUTING.md.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
 import linecache
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -221,8 +223,13 @@ def fingerprint(name: str) -> str:
         code = inspect.unwrap(found).__code__
     except (ImportError, AttributeError):
         return "missing"
+    return _source_digest(code.co_filename, code.co_firstlineno, code)
+
+
+@functools.cache  # tokenising all of them at each patch takes a good part of a second
+def _source_digest(file: str, line: int, code: CodeType) -> str:
     # Not `inspect.getsource`, which looks for the module among all that are loaded, and wakes lazy ones.
-    lines = inspect.getblock(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :])
+    lines = inspect.getblock(linecache.getlines(file)[line - 1 :])
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
 
 
