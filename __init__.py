@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
     from .retrofit.hosts import Host, HostError, load_host
     from .retrofit.patcher import PatchError, Site, unpatch
-    from .retrofit.ragged import RaggedReport, TableError
+    from .retrofit.ragged.predicting import TableError
+    from .retrofit.ragged.report import RaggedReport
     from .retrofit.tabpfn_api import TabPFNDriftError
 
 __all__ = [
@@ -51,13 +52,13 @@ _HOMES = {
     "Host": "retrofit.hosts",
     "HostError": "retrofit.hosts",
     "PatchError": "retrofit.patcher",
-    "RaggedReport": "retrofit.ragged",
+    "RaggedReport": "retrofit.ragged.report",
     "Retrofit": "retrofit.api",
     "RetrofitError": "retrofit.api",
     "Site": "retrofit.patcher",
     "Structure": "patches.structure",
     "TabPFNDriftError": "retrofit.tabpfn_api",
-    "TableError": "retrofit.ragged",
+    "TableError": "retrofit.ragged.predicting",
     "calibrate": "retrofit.api",
     "load": "retrofit.api",
     "load_host": "retrofit.hosts",

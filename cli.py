@@ -287,7 +287,7 @@ def predict(
 
     from .calibration.settings import TABLES
     from .experiments.evaluate import PRECISIONS, resolve_device
-    from .retrofit.ragged import RaggedReport, check_groups
+    from .retrofit.ragged.groups import check_groups
 
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}; there are: {', '.join(PRECISIONS)}")
@@ -331,8 +331,7 @@ def predict(
 
         groups = wanted[by].nunique() if by in wanted else None
         task = progress.add_task("Predicting", total=groups)
-        report = RaggedReport()
-        frame = closed.predict_groups(
+        frame, report = closed.predict_groups(
             known,
             wanted,
             target=target,
@@ -341,7 +340,7 @@ def predict(
             quantiles=levels,
             too_few=too_few or ("nan" if on_error == "skip" else "error"),
             on_error="skip" if on_error == "skip" else "raise",
-            report=report,
+            return_report=True,
             on_tables=lambda done: progress.update(task, completed=done),
             device=device,
             inference_precision=PRECISIONS[precision],
@@ -458,16 +457,14 @@ def bench_ragged(
     """Time ragged prediction against a loop of fit and predict, and against predict_batched by shape."""
     _check_positive(tables=tables, rounds=rounds)
     _check_writable(json_file)
-    from .experiments import ragged
+    from .experiments import ragged_bench as run
     from .experiments.evaluate import resolve_device
-    from .retrofit.hosts import load_host
 
     device, console = resolve_device(device), _console()
-    load_host(host)  # here, so that a host that is none is refused before the first process starts
     with console.status("Timing") as status:
-        result = ragged.measure_ragged(host, tables=tables, rounds=rounds, device=device, on_run=status.update)
-    _print_table(console, *ragged.bench_cells(result), title=f"Predicting {tables} tables, {host}, {device}")
-    console.print(ragged.bench_notes(result))
+        result = run.measure_ragged(host, tables=tables, rounds=rounds, device=device, on_run=status.update)
+    _print_table(console, *run.bench_cells(result), title=f"Predicting {tables} tables, {host}, {device}")
+    console.print(run.bench_notes(result))
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -484,7 +481,7 @@ def bench_ragged_equality(
     _check_positive(tables=tables)
     _check_writable(json_file)
     from .calibration.settings import TABLES
-    from .experiments import ragged
+    from .experiments import ragged_equality as run
     from .experiments.evaluate import resolve_device
     from .retrofit.hosts import load_host
 
@@ -493,15 +490,15 @@ def bench_ragged_equality(
     with _progress(console) as progress:
         calibrating = progress.add_task("Calibrating", total=TABLES)
         comparing = progress.add_task("Comparing", total=4 * tables)
-        found = ragged.compare_equality(
+        found = run.compare_equality(
             loaded,
-            ragged.mixed_tables(tables),
+            run.mixed_tables(tables),
             device=device,
             on_calibrated=lambda: progress.advance(calibrating),
             on_tables=lambda done: progress.update(comparing, completed=done),
         )
     _print_frame(console, found, json_file, title=f"Ragged prediction of {tables} tables against one by one, {device}")
-    console.print(ragged.equality_notes())
+    console.print(run.equality_notes())
 
 
 @app.command(epilog="Example: [b]oretrofit frontier --variant full-o --plot frontier.png[/b]")

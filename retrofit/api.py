@@ -25,7 +25,8 @@ from ..calibration.variants import check_variant
 from . import tabpfn_api
 from .hosts import Host, HostError, HostLike, load_host, weights_sha256
 from .patcher import Site, carriers, check_tau, model_taus, patch_model
-from .ragged import predict_groups, predict_ragged
+from .ragged.groups import predict_groups
+from .ragged.predicting import predict_ragged
 
 _FORMAT = "oretrofit-1"
 _FIT_SUFFIX = ".tabpfn_fit"
