@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from .calibration import settings
+from .calibration.variants import VARIANTS
+from .options import (
+    check_between,
+    check_calibration,
+    check_choice,
+    check_folder,
+    check_host,
+    check_input,
+    check_outputs,
+    check_positive,
+    check_tau,
+    files_of,
+    read_suite,
+    unwritten,
+    what_failed,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
     from rich.progress import Progress
+
+    from .experiments.runs import Run
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -29,7 +52,12 @@ app.add_typer(bench, name="bench")
 
 _HELD_OUT = 8  # synthetic tables on which `patch` compares host and variant
 
-Host = Annotated[str, typer.Option(help="[b]small[/b], [b]random-v3[/b], [b]v3[/b] or a checkpoint file.")]
+
+def _bold(names: Iterable[str]) -> str:
+    return ", ".join(f"[b]{name}[/b]" for name in names)
+
+
+Host = Annotated[str, typer.Option(help=f"{_bold(settings.HOST_NAMES)} or a checkpoint file.")]
 Device = Annotated[str, typer.Option(help="[b]auto[/b] (a GPU if there is one), [b]cpu[/b] or [b]cuda[/b].")]
 Suite = Annotated[
     str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
@@ -58,40 +86,74 @@ def main(
     """Retrofit a pretrained TabPFN v3 regressor with O-closed attention, feed-forward and norm layers."""
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which asks for the same as Ctrl-C."""
+
+
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Turn the errors that a user can do something about into one message and exit code 2."""
+    """Turn the errors that a user can do something about into one message and exit code 2, and interrupts into one."""
+
+    def terminate(*_: Any) -> NoReturn:
+        raise _Terminated
+
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminate) if in_main else None
     try:
         yield
     except ValueError as error:  # HostError, PatchError, RetrofitError and DatasetError are ValueErrors
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(2) from error
+    except BrokenPipeError:
+        raise  # the reader of the output has left: typer ends without a word
     except OSError as error:
-        typer.echo(f"Error: {error.filename or 'a file'}: {error.strerror or error}", err=True)
+        typer.echo(f"Error: {what_failed(error)}", err=True)
         raise typer.Exit(2) from error
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
+            raise
+        typer.echo(f"Error: there is not enough memory for this: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as stop:
+        _interrupted(stop, "Interrupted.")
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupted(stop: KeyboardInterrupt, message: str) -> NoReturn:
+    typer.echo(f"\n{message}", err=True)
+    raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
 
 
 @app.command(epilog="Example: [b]oretrofit patch --variant full-o --host small --out full-o.json[/b]")
 @_plain_errors()
 def patch(
-    variant: Annotated[str, typer.Option(help="[b]oa[/b], [b]full-o[/b] or [b]closed[/b].")] = "full-o",
-    host: Host = "small",
-    delta: Delta = 1e-3,
-    quantile: Quantile = 0.01,
+    variant: Annotated[str, typer.Option(help=f"{_bold(VARIANTS)}.")] = settings.VARIANT,
+    host: Host = settings.HOST,
+    delta: Delta = settings.DELTA,
+    quantile: Quantile = settings.QUANTILE,
     tau: Annotated[float | None, typer.Option(help="One tau for every site instead of calibrating.")] = None,
-    tables: Tables = 16,
-    seed: Annotated[int, typer.Option(help="Seed of the calibration tables.")] = 20_000,
+    tables: Tables = settings.TABLES,
+    seed: Annotated[int, typer.Option(help="Seed of the calibration tables.")] = settings.SEED,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the retrofit (JSON, no weights).")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Calibrate and patch a host, list its sites, and check that it still predicts as before."""
-    _check_writable(out, json_file)
+    check_choice("--variant", variant, VARIANTS)
+    check_host(host)
+    check_calibration(delta, quantile, tables)
+    check_tau(tau)
+    check_between("--seed", seed, 0, 2**32 - 1)
+    check_choice("--device", device, settings.DEVICES)
+    check_outputs({"--out": out, "--json": json_file}, files_of([], host))
     import oretrofit
 
+    from .calibration.predicting import resolve_device
     from .experiments import report
-    from .experiments.evaluate import resolve_device
-    from .experiments.frontier import near_identity, synthetic_cases
+    from .retrofit.check import near_identity, synthetic_cases
     from .retrofit.hosts import load_host
     from .retrofit.patcher import known_spec
 
@@ -103,8 +165,8 @@ def patch(
         retrofit = oretrofit.patch(loaded, variant, **options, device=device, on_table=lambda: progress.advance(task))
         progress.remove_task(task)
         task = progress.add_task("Checking", total=2 * _HELD_OUT)
-        cases = synthetic_cases(_HELD_OUT, seed + 10_000)
-        check = near_identity(retrofit, cases, device, on_case=lambda: progress.advance(task))
+        cases = synthetic_cases(_HELD_OUT, seed + settings.HELD_OUT)
+        check = near_identity(retrofit, cases, on_case=lambda: progress.advance(task), device=device)
 
     console.print(f"{variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.settings)}")
     spec = known_spec(retrofit.model)
@@ -114,15 +176,13 @@ def patch(
         _print_table(console, header, cells, title=title, left=2)
     console.print(
         f"On {_HELD_OUT} held-out synthetic tables, in float32: RMSE change mean "
-        f"{check['mean_rmse_delta_pct']:+.4f} %, worst {check['worst_rmse_delta_pct']:+.4f} %; largest shift of a "
+        f"{check['mean_rmse_delta_pct']:+.4f} %, largest {check['largest_rmse_delta_pct']:+.4f} %; largest shift of a "
         f"prediction {check['max_abs_diff_sd']:.2g} target standard deviations."
     )
-    if json_file is not None:
-        report.write_rows(retrofit.table, json_file)
+    _write({out: retrofit.save, json_file: partial(report.write_rows, retrofit.table)})
     if out is None:
         console.print("Nothing was saved; --out FILE saves the retrofit.")
     else:
-        retrofit.save(out)
         console.print(f"Saved to {out}.", soft_wrap=True)
 
 
@@ -131,44 +191,58 @@ def patch(
 def evaluate(
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="[b]oa[/b], [b]full-o[/b], [b]closed[/b]; repeatable. Default: the first two."),
+        typer.Option(help=f"{_bold(VARIANTS)}; repeatable. Default: {' and '.join(settings.PAPER_VARIANTS)}."),
     ] = None,
     suite: Suite = "mini",
-    seeds: Seeds = 3,
+    seeds: Seeds = settings.SEEDS,
     device: Device = "auto",
     host: Annotated[
-        str | None, typer.Option(help="As of patch. Default: small, or the host that --retrofit names.")
+        str | None, typer.Option(help=f"As of patch. Default: {settings.HOST}, or the host that --retrofit names.")
     ] = None,
     retrofit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Evaluate a retrofit saved by patch, as it is.")
     ] = None,
-    max_rows: Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")] = 1000,
-    precision: Annotated[str, typer.Option(help="auto, float32, float64 or autocast.")] = "float32",
-    delta: Delta = 1e-3,
-    quantile: Quantile = 0.01,
-    tables: Tables = 16,
+    max_rows: Annotated[
+        int, typer.Option(help="Most train rows of a case; half as many test rows.")
+    ] = settings.MAX_ROWS,
+    precision: Annotated[str, typer.Option(help=f"{_bold(settings.PRECISIONS)}.")] = settings.PRECISION,
+    delta: Delta = settings.DELTA,
+    quantile: Quantile = settings.QUANTILE,
+    tables: Tables = settings.TABLES,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the run. Default: runs/eval-HOST-PRECISION.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Compare host and variants on matched cases. The same command again resumes."""
-    _check_writable(json_file)
+    """Compare host and variants on matched cases. The same command again resumes; another one reuses what it can."""
+    for name in variant or ():
+        check_choice("--variant", name, (settings.IDENTITY, *VARIANTS))
+    check_between("--seeds", seeds, 1, settings.MOST_SEEDS)
+    check_choice("--device", device, settings.DEVICES)
+    if host is not None:
+        check_host(host)
+    check_input("--retrofit", retrofit)
+    settings.check_count("--max-rows", max_rows, least=2)
+    check_choice("--precision", precision, settings.PRECISIONS)
+    check_calibration(delta, quantile, tables)
+    check_folder("--out", out)
+    datasets = read_suite(suite)
+    check_outputs({"--json": json_file}, [retrofit, *files_of(datasets, host)])
+    from .calibration.predicting import resolve_device
     from .experiments import evaluate as run
     from .experiments import report
-    from .experiments.datasets import resolve_suite
+    from .experiments.runs import REPORTS, open_run
+    from .experiments.style import short_datasets
     from .retrofit.api import load
     from .retrofit.hosts import load_host
 
-    device, console = run.resolve_device(device), _console()
-    datasets = resolve_suite(suite)
-    run.check_datasets(datasets)
+    device, console = resolve_device(device), _console()
     given = load(retrofit, host) if retrofit else None
     plan = run.Plan(
-        host=given.host if given else load_host(host or "small"),
+        host=given.host if given else load_host(host or settings.HOST),
         datasets=datasets,
         seeds=seeds,
-        variants=tuple(variant or (() if given else ("oa", "full-o"))),
+        variants=tuple(variant or (() if given else settings.PAPER_VARIANTS)),
         given=given,
         delta=delta,
         quantile=quantile,
@@ -178,46 +252,71 @@ def evaluate(
         device=device,
     )
     folder = out or Path("runs") / f"eval-{Path(plan.host.name or 'host').stem}-{precision}"
-    finished = run.open_run(plan, folder)
-    total = len(datasets) * seeds
-    if finished:
-        console.print(f"{len(finished)} of {total} cases are in {folder} already and are not run again.")
-    try:
-        with _progress(console) as progress:
-            task = progress.add_task("Calibrating", total=tables)
-            retrofits = run.calibrate_run(plan, folder, on_table=lambda: progress.advance(task))
-            progress.remove_task(task)
-            cases_task = progress.add_task("Cases", total=total, completed=len(finished))
+    if json_file is not None and json_file.resolve().parent == folder.resolve():
+        raise ValueError(f"--json {json_file} is in the run's own folder, where summary.json holds the same")
+    total, names = len(datasets) * seeds, short_datasets(datasets)
+    with open_run(folder, plan.settings()) as opened:
+        _say_what_is_there(console, opened, total)
+        try:
+            with _progress(console) as progress:
+                calibrating = progress.add_task("Calibrating", total=tables)
+                running = progress.add_task("Cases", total=len(opened.missing()))
 
-            def show(line: str) -> None:
-                progress.advance(cases_task)
-                console.print(line, soft_wrap=True)
+                def show(line: str) -> None:
+                    progress.advance(running)
+                    console.print(line, soft_wrap=True)
 
-            cases, failures = run.evaluate(
-                plan,
-                retrofits,
-                folder,
-                finished=finished,
-                on_case=lambda case: show(report.case_line(case.variants)),
-                on_failure=lambda f: show(f"{report.short_name(f.dataset)} seed {f.seed} failed: {f.reason}"),
-            )
-    except KeyboardInterrupt:
-        console.print(f"\nInterrupted. Finished cases are in {folder}; the same command again resumes there.")
-        raise typer.Exit(130) from None
+                cases, failures = run.evaluate(
+                    plan,
+                    opened,
+                    on_table=lambda: progress.advance(calibrating),
+                    on_case=lambda case: show(report.case_line(case.variants, names)),
+                    on_failure=lambda f: show(f"{names[f.dataset]} seed {f.seed} failed: {f.reason}"),
+                )
+        except KeyboardInterrupt as stop:
+            _interrupted(stop, f"Interrupted. Finished cases are in {folder}; the same command again resumes there.")
+        except OSError as error:
+            safe = f"the {len(opened.cases)} cases before it are safe in {folder}; the same command again goes on there"
+            raise OSError(error.errno, f"{error.strerror}; {safe}", error.filename) from error
 
-    rows = run.case_rows(cases)
-    summary = report.write_report(folder, plan.settings(), rows, [vars(failure) for failure in failures])
-    if cases:
-        _print_table(console, *report.case_cells(rows), title="RMSE change of each case against the host, %")
-        _print_table(console, *report.summary_cells(summary["variants"]), title="RMSE change against the host, %")
-        console.print(report.notes())
-    if json_file is not None:
-        json_file.write_text(json.dumps(summary, indent=1) + "\n")
-    files = ["summary.json", "table.md", *(["deltas.png"] if cases else []), "cases.jsonl", "settings.json"]
-    console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
+        rows = run.case_rows(cases)
+        summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures])
+        if cases:
+            changes = report.case_cells(rows, names)
+            _print_table(console, *changes, title="RMSE change of each case against the host, %")
+            _print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
+            console.print(report.notes(summary))
+        files: dict[Path | None, Callable[[Path], None]] = {
+            folder / name: write for name, write in report.report_files(summary, rows).items()
+        }
+        safe = f"every finished case is safe in {folder / 'cases.jsonl'}; the same command again writes the rest"
+        errors = unwritten({**files, json_file: partial(report.write_json, summary)}, safe)
+    written = [name for name in REPORTS if folder / name in files]
+    console.print(f"In {folder}: {', '.join([*written, 'cases.jsonl', 'settings.json'])}", soft_wrap=True)
     if failures:
-        typer.echo(f"Error: {len(failures)} of {total} cases failed; the same command again retries them", err=True)
-        raise typer.Exit(1)
+        errors.append(_failed_cases(len(failures), sum(not failure.may_pass for failure in failures), total))
+    _exit_with(errors)
+
+
+def _say_what_is_there(console: Console, opened: Run, total: int) -> None:
+    missing = opened.missing()
+    if done := total - len(missing):
+        console.print(f"{done} of {total} cases are in {opened.folder} already and are not run again.", soft_wrap=True)
+    if partly := sum(len(labels) < len(opened.settings["variants"]) for labels in missing.values()):
+        console.print(f"{partly} of {total} are there for some of the variants; the others are added.", soft_wrap=True)
+    if opened.cases and opened.differences:
+        differing = "; ".join(opened.differences)
+        console.print(f"What ran there before ran otherwise ({differing}); it is kept, not used.", soft_wrap=True)
+
+
+def _failed_cases(failed: int, may_pass: int, total: int) -> str:
+    text = f"{failed} of {total} cases failed"
+    if may_pass == failed:
+        return f"{text}; the same command again retries them"
+    advice = "mend what is named above, or leave them out of --suite or --seeds"
+    if may_pass == 0:
+        return f"{text} and would fail again: {advice}"
+    return f"{text}; the same command again retries {may_pass} of them, the others would fail again: {advice}"
 
 
 @app.command(
@@ -366,27 +465,32 @@ def predict(
 @_plain_errors()
 def pretrain(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for state and result.")] = Path("runs/pretrain"),
-    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = 7_500,
+    steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = settings.PRETRAIN_STEPS,
     seed: Annotated[int, typer.Option(help="Of the initial weights and every batch.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's own choice.")] = None,
 ) -> None:
     """Train the small host from scratch, or go on where an earlier run in DIR stopped."""
-    _check_positive(steps=steps, threads=threads or 1)
-    out.mkdir(parents=True, exist_ok=True)
-    _check_writable(out / "loss.csv")
+    _check_positive(steps=steps)
+    check_between("--seed", seed, 0, 2**32 - 1)
+    if threads is not None:
+        check_between("--threads", threads, 1, 1024)
+    check_folder("--out", out)
+    import torch
+
     from .experiments.pretrain import PretrainSettings
     from .experiments.pretrain import pretrain as train
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     console = _console()
     try:
         with _progress(console) as progress:
             task = progress.add_task("Training", total=steps)
-            for step, loss in train(PretrainSettings(steps=steps, seed=seed), out, threads=threads):
+            for step, loss in train(PretrainSettings(steps=steps, seed=seed), out):
                 progress.update(task, completed=step, description=f"Training, loss {loss:.3f}")
-    except KeyboardInterrupt:
-        console.print(f"\nInterrupted. The last state is in {out}; the same command again resumes there.")
-        raise typer.Exit(130) from None
-    console.print(f"The host and its loss curve are in {out}.")
+    except KeyboardInterrupt as stop:
+        _interrupted(stop, f"Interrupted. The last state is in {out}; the same command again resumes there.")
+    console.print(f"The host and its loss curve are in {out}.", soft_wrap=True)
 
 
 @bench.command(epilog="Example: [b]oretrofit bench overhead --host random-v3 --rows 1000[/b]")
@@ -400,9 +504,11 @@ def overhead(
     json_file: JsonFile = None,
 ) -> None:
     """Time host and variants against each other on one table of random data."""
+    check_host(host)
     _check_positive(rounds=rounds, rows=rows, columns=columns)
-    _check_writable(json_file)
-    from .experiments.evaluate import resolve_device
+    check_choice("--device", device, settings.DEVICES)
+    check_outputs({"--json": json_file}, files_of([], host))
+    from .calibration.predicting import resolve_device
     from .experiments.overhead import measure_overhead
     from .retrofit.hosts import load_host
 
@@ -419,25 +525,25 @@ def overhead(
 @bench.command("host", epilog="Example: [b]oretrofit bench host --host small --suite mini[/b]")
 @_plain_errors()
 def bench_host(
-    host: Host = "small",
+    host: Host = settings.HOST,
     suite: Suite = "mini",
-    seeds: Seeds = 3,
+    seeds: Seeds = settings.SEEDS,
     device: Device = "auto",
     json_file: JsonFile = None,
 ) -> None:
     """Compare a host with ridge regression and a random forest."""
-    _check_positive(seeds=seeds)
-    _check_writable(json_file)
+    check_host(host)
+    check_between("--seeds", seeds, 1, settings.MOST_SEEDS)
+    check_choice("--device", device, settings.DEVICES)
+    datasets = read_suite(suite)
+    check_outputs({"--json": json_file}, files_of(datasets, host))
     import pandas as pd
 
+    from .calibration.predicting import resolve_device
     from .experiments.baselines import compare_baselines
-    from .experiments.datasets import resolve_suite
-    from .experiments.evaluate import check_datasets, resolve_device
     from .retrofit.hosts import load_host
 
     device, console = resolve_device(device), _console()
-    datasets = resolve_suite(suite)
-    check_datasets(datasets)
     with console.status("Comparing"):
         table = compare_baselines(load_host(host), datasets, seeds, device=device, on_case=console.print)
     mean = pd.DataFrame([{"dataset": "mean", **table.drop(columns="dataset").mean()}])
@@ -505,52 +611,49 @@ def bench_ragged_equality(
 @_plain_errors()
 def frontier(
     variant: Annotated[list[str] | None, typer.Option(help="As of patch; repeatable. Default: all.")] = None,
-    host: Host = "small",
+    host: Host = settings.HOST,
     tables: Annotated[int, typer.Option(help="Held-out synthetic tables.")] = 24,
     suite: Annotated[str | None, typer.Option(help="Real tables instead, as of eval.")] = None,
-    seeds: Annotated[int, typer.Option(help="As of eval, with --suite.")] = 3,
+    seeds: Annotated[int, typer.Option(help="As of eval, with --suite.")] = settings.SEEDS,
     device: Device = "auto",
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the tables (PNG).")] = None,
 ) -> None:
     """Show what predictions lose and what the gate buys as delta, and tau with it, grows."""
-    _check_positive(tables=tables, seeds=seeds)
-    if plot is not None and plot.suffix != ".png":
-        raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
-    _check_writable(json_file, plot)
-    from .calibration.settings import TABLES
-    from .calibration.variants import VARIANTS, check_variant
-    from .experiments import frontier as run
-    from .experiments.datasets import resolve_suite
-    from .experiments.evaluate import resolve_device
-    from .experiments.report import write_rows
-    from .retrofit.hosts import load_host
-
     variants = list(dict.fromkeys(variant or VARIANTS))
     for name in variants:
-        check_variant(name)
+        check_choice("--variant", name, VARIANTS)
+    check_host(host)
+    _check_positive(tables=tables)
+    check_between("--seeds", seeds, 1, settings.MOST_SEEDS)
+    check_choice("--device", device, settings.DEVICES)
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
+    datasets = [] if suite is None else read_suite(suite)
+    check_outputs({"--json": json_file, "--plot": plot}, files_of(datasets, host))
+    from .calibration.predicting import resolve_device
+    from .experiments import frontier as run
+    from .experiments.report import write_rows
+    from .retrofit.api import calibrate
+    from .retrofit.check import synthetic_cases
+    from .retrofit.hosts import load_host
+
     device, console = resolve_device(device), _console()
     loaded = load_host(host)
-    cases = run.synthetic_cases(tables) if suite is None else run.suite_cases(resolve_suite(suite), seeds)
+    held_out = settings.SEED + settings.HELD_OUT
+    cases = synthetic_cases(tables, held_out) if suite is None else run.suite_cases(datasets, seeds)
     with _progress(console) as progress:
-        calibrating = progress.add_task("Calibrating", total=TABLES)
+        calibrating = progress.add_task("Calibrating", total=settings.TABLES)
         sweeping = progress.add_task("Sweeping delta", total=len(cases) * (1 + len(variants) * len(run.DELTAS)))
+        calibration = calibrate(loaded, device=device, on_table=lambda: progress.advance(calibrating))
         rows = run.sweep_delta(
-            loaded,
-            cases,
-            variants,
-            device=device,
-            on_table=lambda: progress.advance(calibrating),
-            on_case=lambda: progress.advance(sweeping),
+            loaded, calibration, cases, variants, on_case=lambda: progress.advance(sweeping), device=device
         )
     place = f"{tables} held-out synthetic tables" if suite is None else f"{len(cases)} cases of {suite}"
     for name, group in rows.groupby("variant", sort=False):
         _print_table(console, *run.delta_cells(group), title=f"{name} on {place}, by delta")
     console.print(run.notes())
-    if json_file is not None:
-        write_rows(rows, json_file)
-    if plot is not None:
-        run.plot_frontier(rows, plot)
+    _write({json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)})
 
 
 @app.command(epilog="Example: [b]oretrofit ablate --blocks 2 --plot ablation.png[/b]")
@@ -660,12 +763,21 @@ def _progress(console: Console) -> Progress:
 
 def _check_writable(*files: Path | None) -> None:
     """Raise `OSError` now for a file that could not be written after minutes of work."""
-    for file in files:
-        if file is not None:
-            existed = file.exists()
-            file.open("a").close()
-            if not existed:
-                file.unlink()
+    from .retrofit.files import check_writable
+
+    check_writable(*files)
+
+
+def _write(files: Mapping[Path | None, Callable[[Path], None]]) -> None:
+    _exit_with(unwritten(files))
+
+
+def _exit_with(errors: Sequence[str]) -> None:
+    """Exit with code 1 if there are errors, each in a line."""
+    for error in errors:
+        typer.echo(f"Error: {error}", err=True)
+    if errors:
+        raise typer.Exit(1)
 
 
 def _parse_quantiles(text: str | None) -> list[float]:
@@ -722,9 +834,7 @@ def _write_table(table: pd.DataFrame, file: Path) -> None:
 
 
 def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"--{name} must be at least 1, got {number}")
+    check_positive(**numbers)
 
 
 def _print_table(console: Console, header: list[str], cells: list[list[str]], *, title: str, left: int = 1) -> None:
@@ -745,5 +855,4 @@ def _print_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, 
     from .experiments.report import frame_cells, write_rows
 
     _print_table(console, *frame_cells(frame), title=title)
-    if json_file is not None:
-        write_rows(frame, json_file)
+    _write({json_file: partial(write_rows, frame)})

@@ -6,7 +6,7 @@ A suite is `mini` (the bundled tables), `openml-suite:<id>`, or dataset specs jo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_bool_dtype, is_float_dtype, is_numeric_dtype, is_object_dtype, is_string_dtype
 from sklearn.model_selection import train_test_split
+
+from ..calibration.cases import Case
 
 DATA_FOLDER = Path(__file__).parent / "data"
 BUNDLED_TARGETS = {
@@ -44,22 +46,6 @@ class Dataset:
     X: pd.DataFrame
     y: np.ndarray
     target: str
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One train/test split of a dataset, as decided by a seed.
-
-    `categorical` holds the indices of numeric columns that are codes; None leaves that to TabPFN.
-    """
-
-    dataset: str
-    seed: int
-    X_train: pd.DataFrame
-    y_train: np.ndarray
-    X_test: pd.DataFrame
-    y_test: np.ndarray
-    categorical: list[int] | None = None
 
 
 def load_dataset(spec: str) -> Dataset:
@@ -108,6 +94,20 @@ def resolve_suite(spec: str) -> list[str]:
             _check_spec(part)
             specs.append(part)
     return list(dict.fromkeys(specs))
+
+
+def split_spec(spec: str) -> tuple[str, str] | None:
+    """(file, target) of a spec that names a file; None for others."""
+    kind, _, rest = spec.partition(":")
+    file, _, target = rest.rpartition("#")
+    return (file, target) if kind == "csv" else None
+
+
+def check_datasets(specs: Iterable[str]) -> None:
+    """Raise `DatasetError` now for a table on disk that is unusable; OpenML's are fetched when due."""
+    for spec in specs:
+        if not spec.startswith("openml:"):
+            load_dataset(spec)
 
 
 def make_case(dataset: Dataset, seed: int, max_train_rows: int = 1000, max_test_rows: int = 500) -> Case:

@@ -21,10 +21,10 @@ _TAU = 1e-3
 def measure_overhead(
     host: Host,
     *,
-    rows: int = 1000,
+    rows: int,
+    columns: int,
+    rounds: int,
     test_rows: int = 100,
-    columns: int = 10,
-    rounds: int = 7,
     device: str = "cpu",
     on_round: Callable[[str], None] | None = None,
 ) -> pd.DataFrame:
@@ -37,9 +37,9 @@ def measure_overhead(
     Args:
         host: Any v3 regressor.
         rows: Train rows.
-        test_rows: Test rows.
         columns: Feature columns, as the model sees them.
         rounds: Counted rounds.
+        test_rows: Test rows.
         device: `cpu` or `cuda`.
         on_round: Called with a line of text after each round.
 
