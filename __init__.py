@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .patches.structure import Structure
     from .patches.variants import VARIANTS
     from .retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
+    from .retrofit.estimator import RetrofitRegressor
     from .retrofit.hosts import Host, HostError, load_host
     from .retrofit.patcher import PatchError, Site, unpatch
     from .retrofit.ragged import RaggedReport, TableError
@@ -34,6 +35,7 @@ __all__ = [
     "RaggedReport",
     "Retrofit",
     "RetrofitError",
+    "RetrofitRegressor",
     "Site",
     "Structure",
     "TabPFNDriftError",
@@ -54,6 +56,7 @@ _HOMES = {
     "RaggedReport": "retrofit.ragged",
     "Retrofit": "retrofit.api",
     "RetrofitError": "retrofit.api",
+    "RetrofitRegressor": "retrofit.estimator",
     "Site": "retrofit.patcher",
     "Structure": "patches.structure",
     "TabPFNDriftError": "retrofit.tabpfn_api",
