@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .calibration.variants import VARIANTS
     from .patches.structure import Structure
     from .retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
+    from .retrofit.estimator import RetrofitRegressor
     from .retrofit.hosts import Host, HostError, load_host
     from .retrofit.patcher import PatchError, Site, unpatch
     from .retrofit.ragged.predicting import TableError
@@ -35,6 +36,7 @@ __all__ = [
     "RaggedReport",
     "Retrofit",
     "RetrofitError",
+    "RetrofitRegressor",
     "Site",
     "Structure",
     "TabPFNDriftError",
@@ -55,6 +57,7 @@ _HOMES = {
     "RaggedReport": "retrofit.ragged.report",
     "Retrofit": "retrofit.api",
     "RetrofitError": "retrofit.api",
+    "RetrofitRegressor": "retrofit.estimator",
     "Site": "retrofit.patcher",
     "Structure": "patches.structure",
     "TabPFNDriftError": "retrofit.tabpfn_api",

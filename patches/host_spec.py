@@ -72,6 +72,7 @@ class HostSpec:
 
     Attributes:
         architecture: Its name in TabPFN's checkpoints.
+        version: What TabPFN calls it, and reads off a checkpoint's file name.
         label: Its name in messages.
         model_class: The class of the network.
         norm_class: The class of every norm with a carrier in front of it.
@@ -97,6 +98,7 @@ class HostSpec:
     """
 
     architecture: str
+    version: str
     label: str
     model_class: type[nn.Module]
     norm_class: type[nn.Module]

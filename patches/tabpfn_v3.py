@@ -17,6 +17,7 @@ E embedding width, H heads, D head width, S receivers, J sources.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -427,12 +428,15 @@ class OTabPFNV3(tabpfn_v3.TabPFNV3):
         output, cache = result
         return output, cache if isinstance(cache, OTabPFNV3Cache) else OTabPFNV3Cache(**vars(cache))
 
+    @functools.wraps(tabpfn_v3.TabPFNV3.state_dict)
     def state_dict(self, *args, **kwargs):
-        """The host's weights, with a warning: a checkpoint made of them is the unpatched host."""
-        warnings.warn(
-            "The state dict of a retrofitted model holds the host's weights only: a checkpoint written from it "
-            "(TabPFN's save_tabpfn_model does that) is the unpatched host. Save the retrofit itself with "
-            "Retrofit.save, and load it with oretrofit.load.",
-            stacklevel=2,
-        )
+        """The host's weights under the host's names; with a warning where TabPFN writes a checkpoint of them."""
+        # It would be the unpatched host's, by the name of its config's class. Others ask for the weights alone.
+        if sys._getframe(1).f_code.co_name == "save_tabpfn_model":
+            warnings.warn(
+                "TabPFN's save_tabpfn_model writes the host's weights without the retrofit: the file is the unpatched "
+                "host. Retrofit.save_checkpoint writes one that TabPFNRegressor(model_path=...) loads as a retrofit, "
+                "and Retrofit.save a small file without weights.",
+                stacklevel=3,
+            )
         return super().state_dict(*args, **kwargs)

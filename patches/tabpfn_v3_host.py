@@ -66,6 +66,7 @@ def _row_weights(model: tabpfn_v3.TabPFNV3) -> int:
 
 TABPFN_V3 = HostSpec(
     architecture="tabpfn_v3",
+    version="v3",
     label="TabPFN v3",
     model_class=tabpfn_v3.TabPFNV3,
     norm_class=tabpfn_v3._DtypeMatchingRMSNorm,

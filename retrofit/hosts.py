@@ -27,6 +27,9 @@ from .patcher import unpatch
 HOSTS_FOLDER = Path(__file__).parent / "hosts"
 SMALL_HOST = HOSTS_FOLDER / "oretrofit-small-v3-regressor.safetensors"
 
+# How the architecture of a retrofit's checkpoint is called: this, and the host's (see `checkpoints.py`).
+RETROFIT_PREFIX = "oretrofit_"
+
 HostLike: TypeAlias = "str | Path | TabPFNRegressor | nn.Module | Host"
 
 _HOW_TO_GET_V3 = (
@@ -157,6 +160,14 @@ def _with_cpu_limit(config: tabpfn_api.InferenceConfig) -> tabpfn_api.InferenceC
 
 
 def _from_checkpoint(path: Path, name: str) -> Host:
+    checkpoint = read_checkpoint(path)
+    if str(checkpoint.get("architecture_name")).startswith(RETROFIT_PREFIX):
+        raise HostError(f"{path} is a retrofit, which holds its host; load it by oretrofit.load, not as a host")
+    return host_in_checkpoint(checkpoint, path, name)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A TabPFN checkpoint, as it is in the file. Raises `HostError` for a file that is none."""
     try:
         if path.suffix == ".safetensors":
             checkpoint = tabpfn_api.Checkpoint(path).load()
@@ -168,6 +179,11 @@ def _from_checkpoint(path: Path, name: str) -> Host:
         isinstance(checkpoint.get(key), dict) for key in ("state_dict", "config")
     ):
         raise HostError(f"{path} is not a TabPFN checkpoint: it has no `state_dict` and `config`")
+    return checkpoint
+
+
+def host_in_checkpoint(checkpoint: dict[str, Any], path: Path, name: str | None) -> Host:
+    """The host of a checkpoint's content, to be called `name`. Raises `HostError` for what is no such regressor."""
     architecture = checkpoint.get("architecture_name", "tabpfn_v2")
     spec = _regressor_spec(spec_named(architecture), architecture, checkpoint["config"], str(path))
 
