@@ -1,0 +1,79 @@
+"""Files that are written whole or not at all: beside their place, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a path beside `path`, with the same suffix, to write; rename it to `path` when the block succeeds.
+
+    Otherwise what was written is removed, and an earlier file at `path` stays as it was. A link stays a link, and
+    what is no regular file, such as /dev/stdout, is written to as it is.
+
+    Raises:
+        OSError: With `path` as its `filename`, for whatever could not be created, written or renamed.
+    """
+    place = path.resolve()
+    if _is_special(place):
+        with _naming(path):
+            yield path
+        return
+    part = place.with_name(f".{place.stem[:40]}.{secrets.token_hex(4)}.part{place.suffix}")
+    with _naming(path, part):
+        try:
+            _create(part, place)
+            yield part
+            with part.open("rb+") as file:
+                os.fsync(file.fileno())  # some file systems say only now that they are full
+            if place.exists():
+                part.chmod(place.stat().st_mode)
+            part.replace(place)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` in UTF-8 to `path`, whole or not at all. Raises as of `replacing`."""
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Raise `OSError` for a path that `replacing` could not write, before work is put into its content."""
+    for path in paths:
+        if path is not None and not _is_special(place := path.resolve()):
+            part = place.with_name(f".{place.stem[:40]}.{secrets.token_hex(4)}.part")
+            with _naming(path, part):
+                _create(part, place)
+                part.unlink()
+
+
+def _is_special(place: Path) -> bool:
+    return place.exists() and not place.is_file() and not place.is_dir()
+
+
+def _create(part: Path, place: Path) -> None:
+    if place.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(part))
+    if place.exists() and not os.access(place, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(part))
+    part.open("xb").close()
+
+
+@contextmanager
+def _naming(path: Path, part: Path | None = None) -> Iterator[None]:
+    """Make an `OSError` about `part`, or about no file in particular, one about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and str(error.filename) not in (str(part), str(path)):
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
