@@ -40,6 +40,8 @@ from torch import Tensor, nn
 
 from ..patches.structure import Structure
 from . import tabpfn_api
+from .columns import Table, take
+from .long_table import read_groups
 from .patcher import known_spec
 from .tabpfn_api import InferenceConfig
 
@@ -783,16 +785,24 @@ def predict_groups(
     _check_closed(retrofit)
     features = check_groups(train, test, target=target, by=by)
     report = RaggedReport() if report is None else report
+    table = read_groups(
+        Table("train", train),
+        Table("test", test),
+        features,
+        target=target,
+        by=by,
+        min_rows=min_rows,
+        too_few=too_few,
+        skip=settings.get("on_error") == "skip",
+    )
+    for note in table.notes:
+        warnings.warn(note, stacklevel=2)
+    train, test, settings = table.train, table.test, table.options(settings)
+    report.errors |= table.faulty
 
     rows_of, wanted = _rows_by_group(train[by]), _rows_by_group(test[by])
+    wanted = {group: at for group, at in wanted.items() if group not in table.faulty}
     few = [group for group in wanted if len(rows_of.get(group, ())) < min_rows]
-    if few and too_few == "error":
-        counts = ", ".join(f"{_plain(group)!r} ({len(rows_of.get(group, ()))})" for group in few[:10])
-        raise ValueError(
-            f"{len(few)} of {len(wanted)} groups in test have fewer than {min_rows} train rows: {counts}"
-            f"{', ...' if len(few) > 10 else ''}. Say too_few='nan' (--too-few nan) to leave their predictions "
-            "missing, or too_few='pooled' (--too-few pooled) to predict them from the train rows of all groups"
-        )
     set_aside = set(few)
     # What each table is called, which train rows it has (None: all), and which test rows.
     plan: list[tuple[Hashable, np.ndarray | None, np.ndarray]] = [
@@ -805,7 +815,7 @@ def predict_groups(
     tables = [
         (X_train, y_train, X_test.iloc[at])
         if rows is None
-        else (X_train.iloc[rows], y_train.iloc[rows], X_test.iloc[at])
+        else (take(X_train, rows), y_train.iloc[rows], take(X_test, at))
         for _, rows, at in plan
     ]
     answers: list[Any] = []
