@@ -162,7 +162,9 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
     )
     write_or_keep(written, options.out)
     lines = [*_read_lines(train, test, table), *_predicted_lines(table, by, too_few, written["prediction"], report)]
-    return Predicted([*lines, f"Written to {options.out}."], [*table.notes, *_missing_lines(report, written["prediction"])])
+    return Predicted(
+        [*lines, f"Written to {options.out}."], [*table.notes, *_missing_lines(report, written["prediction"])]
+    )
 
 
 def _groups(train: Table, test: Table, options: PredictOptions) -> str:
