@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import math
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ import typer
 
 from .calibration import settings
 from .calibration.variants import VARIANTS
-from .options import (
+from .experiments.options import (
     check_between,
     check_calibration,
     check_choice,
@@ -364,101 +364,22 @@ def predict(
     Groups are predicted as if each were fitted alone, but share forward passes.
     The file at --out gets a row for each test row, in their order: its group
     (with --by), the mean as [b]prediction[/b], and a column like [b]q0.1[/b] for each quantile.
-    Columns of dates (and of text like 2024-12-31 throughout) become calendar
-    features, by TabPFN's code.
+    A column is numbers, dates (2024-12-31) or categories, in both files alike;
+    what was read as what is printed.
     """
-    if on_error not in ("error", "skip"):
-        raise ValueError(f"--on-error is error or skip, not {on_error!r}")
-    if too_few not in (None, "error", "nan", "pooled"):
-        raise ValueError(f"--too-few is error, nan or pooled, not {too_few!r}")
-    if by is None and (too_few is not None or on_error == "skip"):
-        raise ValueError("--too-few and --on-error are about groups, whose column --by names")
-    levels = _parse_quantiles(quantiles)
-    for file in (train, test, out):
-        if file.suffix not in (".csv", ".parquet"):
-            raise ValueError(f"{file} is neither a .csv nor a .parquet file")
-    if out.resolve() in (train.resolve(), test.resolve()):
-        raise ValueError(f"--out {out} would overwrite what is read")
-    _check_writable(out)
-    import pandas as pd
+    from .retrofit.predict_files import PredictOptions, predict_files
 
-    import oretrofit
-
-    from .calibration.settings import TABLES
-    from .experiments.evaluate import PRECISIONS, resolve_device
-    from .retrofit.ragged.groups import check_groups
-
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}; there are: {', '.join(PRECISIONS)}")
-    device, console = resolve_device(device), _console()
-    known = _read_table(train, by)
-    # What is text in one file is no number in the other, though all of its cells may look like one.
-    text_columns = [name for name in known if pd.api.types.is_string_dtype(known[name])]
-    wanted = _read_table(test, by, text_columns)
-    if target in known and not pd.api.types.is_numeric_dtype(known[target]):
-        numbers = pd.to_numeric(known[target].astype(str), errors="coerce")
-        text = known[numbers.isna() & known[target].notna()]
-        if len(text) and on_error == "error":
-            group = f" in group {text[by].iloc[0]!r}" if by in text else ""
-            raise ValueError(f"the target {target!r} of {train} is not numeric: {text[target].iloc[0]!r}{group}")
-        known[target] = numbers  # text is missing then, which costs no more than its group
-    named = [] if by is None else [by]
-    answers_to = ["prediction", *(f"q{level:.12g}" for level in levels)]
-    if by in answers_to:
-        raise ValueError(f"the group column cannot be called {by!r}, as a column of predictions is")
-    if by is None:
-        if len(known) == 1:
-            raise ValueError(f"{train} has one row; a prediction needs two")
-        if list(known) == [target]:
-            raise ValueError(f"{train} has no columns beside {target!r} to predict from")
-        by = "(group)"
-        while by in known or by in wanted:
-            by += "_"
-        known[by] = wanted[by] = "the whole table"
-    features = check_groups(known, wanted, target=target, by=by)  # also here, before it takes time to calibrate
-    gaps = int((known[target].isna() & known[by].isin(wanted[by])).sum())
-    if gaps and on_error == "error":
-        skip = ", or say --on-error skip to go without their groups" if named else ""
-        raise ValueError(f"{gaps} rows of {train} have no {target!r}: leave them out{skip}")
-    _parse_dates(known, wanted, features)
-    with _progress(console) as progress:
-        if retrofit is not None:
-            closed = oretrofit.load(retrofit, host)
-        else:
-            task = progress.add_task("Calibrating", total=TABLES)
-            closed = oretrofit.patch(host or "small", "closed", device=device, on_table=lambda: progress.advance(task))
-
-        groups = wanted[by].nunique() if by in wanted else None
-        task = progress.add_task("Predicting", total=groups)
-        frame, report = closed.predict_groups(
-            known,
-            wanted,
-            target=target,
-            by=by,
-            output_type="main",
-            quantiles=levels,
-            too_few=too_few or ("nan" if on_error == "skip" else "error"),
-            on_error="skip" if on_error == "skip" else "raise",
-            return_report=True,
-            on_tables=lambda done: progress.update(task, completed=done),
-            device=device,
-            inference_precision=PRECISIONS[precision],
-            inference_config={"TRANSFORM_DATES": True},
-        )
-    columns = dict(zip(answers_to, (frame[column] for column in ["mean", *levels]), strict=True))
-    answers = wanted[named].assign(**columns)
-    _write_table(answers, out)
-    console.print(
-        f"Tables: {report.tables}; forward passes: {report.batches}, for {report.members} ensemble members; "
-        f"padding: {report.padding:.1%} of their work."
+    options = PredictOptions(
+        train, test, target, out, by, quantiles, host, retrofit, too_few, on_error, precision, device
     )
-    for group, reason in list(report.errors.items())[:20]:
-        typer.echo(f"No prediction for group {group!r}: {reason}", err=True)
-    if len(report.errors) > 20:
-        typer.echo(f"... and for {len(report.errors) - 20} more groups", err=True)
-    if missing := int(answers["prediction"].isna().sum()):
-        typer.echo(f"{missing} of {len(answers)} rows have no prediction.", err=True)
-    console.print(f"Written to {out}.", soft_wrap=True)
+    from .calibration.predicting import resolve_device
+
+    device, console = resolve_device(device), _console()
+    with _progress(console) as progress:
+        predicted = predict_files(options, device, functools.partial(_stage, progress))
+    console.print("\n".join(predicted.lines), soft_wrap=True)
+    for line in predicted.warnings:
+        typer.echo(line, err=True)
 
 
 @app.command(epilog="Example: [b]oretrofit pretrain --steps 7500 --out runs/pretrain[/b]")
@@ -564,7 +485,7 @@ def bench_ragged(
     _check_positive(tables=tables, rounds=rounds)
     _check_writable(json_file)
     from .experiments import ragged_bench as run
-    from .experiments.evaluate import resolve_device
+    from .calibration.predicting import resolve_device
 
     device, console = resolve_device(device), _console()
     with console.status("Timing") as status:
@@ -588,7 +509,7 @@ def bench_ragged_equality(
     _check_writable(json_file)
     from .calibration.settings import TABLES
     from .experiments import ragged_equality as run
-    from .experiments.evaluate import resolve_device
+    from .calibration.predicting import resolve_device
     from .retrofit.hosts import load_host
 
     device, console = resolve_device(device), _console()
@@ -671,7 +592,7 @@ def ablate(
         raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
     _check_writable(json_file, plot)
     from .experiments import ablation
-    from .experiments.evaluate import resolve_device
+    from .calibration.predicting import resolve_device
     from .experiments.report import write_rows
 
     device, console = resolve_device(device), _console()
@@ -701,7 +622,7 @@ def audit(
     from .calibration.variants import VARIANTS
     from .experiments import audit as run
     from .experiments import audit_report
-    from .experiments.evaluate import resolve_device
+    from .calibration.predicting import resolve_device
     from .retrofit.hosts import load_host
     from .retrofit.patcher import known_spec
 
@@ -731,7 +652,7 @@ def contracts(
     """Hold the operators to their definitions, beside the error of torch's own kernels."""
     _check_writable(json_file)
     from .experiments import contracts as run
-    from .experiments.evaluate import resolve_device
+    from .calibration.predicting import resolve_device
     from .experiments.report import write_rows
 
     device, dtypes, console = resolve_device(device), run.parse_dtypes(dtype), _console()
@@ -761,6 +682,12 @@ def _progress(console: Console) -> Progress:
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 
 
+def _stage(progress: Progress, name: str, total: int | None) -> Callable[[int], None]:
+    """Begin a stage; what is returned is told how many of its steps are done."""
+    task = progress.add_task(name, total=total)
+    return lambda done: progress.update(task, completed=done)
+
+
 def _check_writable(*files: Path | None) -> None:
     """Raise `OSError` now for a file that could not be written after minutes of work."""
     from .retrofit.files import check_writable
@@ -778,59 +705,6 @@ def _exit_with(errors: Sequence[str]) -> None:
         typer.echo(f"Error: {error}", err=True)
     if errors:
         raise typer.Exit(1)
-
-
-def _parse_quantiles(text: str | None) -> list[float]:
-    try:
-        levels = [float(part) for part in text.split(",")] if text else []
-    except ValueError:
-        levels = [math.nan]
-    if not all(0 <= level <= 1 for level in levels):
-        raise ValueError(f"--quantiles are numbers between 0 and 1, joined by commas, not {text!r}")
-    return list(dict.fromkeys(levels))
-
-
-def _read_table(file: Path, by: str | None, text_columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Read a table; in a CSV file, names of groups are text, be they 1 or NA, and so are the cells of some columns."""
-    import pandas as pd
-
-    try:
-        if file.suffix == ".csv":
-            table = pd.read_csv(file, low_memory=False, dtype=dict.fromkeys(text_columns, str))
-            if by in table:
-                names = pd.read_csv(file, usecols=[by], dtype=str, keep_default_na=False)[by].to_numpy()
-                table[by] = pd.Series(names, table.index).where(names != "")
-            return table
-        return pd.read_parquet(file)
-    except ValueError as error:  # the parsers' own errors, too
-        raise ValueError(f"cannot read {file}: {error}") from error
-
-
-def _parse_dates(known: pd.DataFrame, wanted: pd.DataFrame, features: Sequence[Any]) -> None:
-    """Make dates of the columns whose text is dates in all rows of both tables."""
-    import pandas as pd
-
-    for name in features:
-        columns = [table[name] for table in (known, wanted)]
-        if all(
-            pd.api.types.is_string_dtype(column) and column.str.match(r"\d{4}-\d\d-\d\d").eq(True).all()
-            for column in columns
-        ):
-            try:
-                known[name], wanted[name] = (pd.to_datetime(column, format="ISO8601") for column in columns)
-            except ValueError:  # some only begin like dates
-                continue
-
-
-def _write_table(table: pd.DataFrame, file: Path) -> None:
-    """Write a table; an index that only counts the rows is left out of a CSV file."""
-    import pandas as pd
-
-    if file.suffix == ".csv":
-        named = table.index.names if any(table.index.names) else "index"
-        table.to_csv(file, index=not table.index.equals(pd.RangeIndex(len(table))), index_label=named)
-    else:
-        table.to_parquet(file)
 
 
 def _check_positive(**numbers: int) -> None:

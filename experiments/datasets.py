@@ -1,11 +1,13 @@
-"""Regression tables for the experiments: bundled, from OpenML or from a CSV file.
+"""Regression tables for the experiments: bundled, from OpenML or from a file.
 
-A dataset is named by a spec: a bundled name (`concrete`), `openml:<id>` or `csv:FILE#target`.
-A suite is `mini` (the bundled tables), `openml-suite:<id>`, or dataset specs joined by commas.
+A dataset is named by a spec: a bundled name (`concrete`), `openml:<id>` or `csv:FILE#target`, where the file may be
+any that `retrofit.tables` reads. A suite is `mini` (the bundled tables), `openml-suite:<id>`, or dataset specs joined
+by commas.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +16,11 @@ from types import ModuleType
 
 import numpy as np
 import pandas as pd
-from pandas.api.types import is_bool_dtype, is_float_dtype, is_numeric_dtype, is_object_dtype, is_string_dtype
 from sklearn.model_selection import train_test_split
 
 from ..calibration.cases import Case
+from ..retrofit.columns import Table, read_columns, read_target
+from ..retrofit.tables import read_table
 
 DATA_FOLDER = Path(__file__).parent / "data"
 BUNDLED_TARGETS = {
@@ -39,7 +42,8 @@ class DatasetError(ValueError):
 class Dataset:
     """A checked regression table: `name` is its spec, `target` the name of the column in `y`.
 
-    `X` may hold missing values, and holds text as `category`; `y` is finite and not constant.
+    `X` holds numbers and `category`, either with missing cells, and calendar features in place of dates; `y` is finite
+    and not constant.
     """
 
     name: str
@@ -49,7 +53,7 @@ class Dataset:
 
 
 def load_dataset(spec: str) -> Dataset:
-    """Load the table that `spec` names.
+    """Load the table that `spec` names; what was read in another way than one might think is a warning.
 
     Raises:
         DatasetError: If the spec is unknown, the table cannot be read or fetched, or it is not a
@@ -58,20 +62,45 @@ def load_dataset(spec: str) -> Dataset:
     _check_spec(spec)
     kind, _, rest = spec.partition(":")
     if kind == "openml":
-        frame, target = _read_openml(spec, int(rest))
+        table, target = _read_openml(spec, int(rest))
     elif kind == "csv":
-        file, _, target = rest.rpartition("#")
-        frame = _read_csv(spec, file)
+        file, target = file_and_target(spec)
+        table = _read_file(spec, file)
     else:
-        frame, target = pd.read_parquet(DATA_FOLDER / f"{spec}.parquet"), BUNDLED_TARGETS[spec]
-    return _checked(spec, frame, target)
+        table, target = _read_file(spec, DATA_FOLDER / f"{spec}.parquet"), BUNDLED_TARGETS[spec]
+    return _checked(spec, table, target)
+
+
+def file_and_target(spec: str) -> tuple[Path, str]:
+    """The file, with `~` expanded, and the target of a `csv:` spec; either may hold a `#`.
+
+    Raises `DatasetError` if one of them is missing.
+    """
+    rest = spec.removeprefix("csv:")
+    cuts = [i for i, letter in enumerate(rest) if letter == "#" and 0 < i < len(rest) - 1]
+    if not cuts:
+        raise DatasetError(f"{spec!r} must name a file and its target column: csv:FILE#target")
+    pairs = [(Path(rest[:i]).expanduser(), rest[i + 1 :]) for i in cuts]
+    return ([pair for pair in pairs if pair[0].exists()] or pairs)[-1]
+
+
+def short_names(specs: Iterable[str]) -> dict[str, str]:
+    """What tables and figures call datasets: a file by its name, and by its folders where names coincide."""
+    specs = list(dict.fromkeys(specs))
+    files = {spec: file_and_target(spec) for spec in specs if spec.startswith("csv:")}
+    names = {spec: spec for spec in specs}
+    for depth in range(max((len(file.parts) for file, _ in files.values()), default=0), 0, -1):
+        shorter = {spec: f"{'/'.join(file.parts[-depth:])}#{target}" for spec, (file, target) in files.items()}
+        alike = list(shorter.values())
+        names |= {spec: name for spec, name in shorter.items() if alike.count(name) == 1}
+    return names
 
 
 def resolve_suite(spec: str) -> list[str]:
     """Return the dataset specs of a suite, each once; `load_dataset` then reads the tables.
 
     Parts joined by commas may also be suites. A comma between `csv:` and the next `#` is part of the
-    file's name; a target with a comma works in `load_dataset` only. The OpenML client does not
+    file's name, and one behind it, unless a spec follows, part of the target's. The OpenML client does not
     cache suites, so they need the network.
 
     Raises:
@@ -79,7 +108,7 @@ def resolve_suite(spec: str) -> list[str]:
     """
     parts: list[str] = []
     for part in spec.split(","):
-        if parts and parts[-1].startswith("csv:") and "#" not in parts[-1]:
+        if parts and parts[-1].startswith("csv:") and ("#" not in parts[-1] or not _is_spec(part.strip())):
             parts[-1] += f",{part}"
         else:
             parts.append(part.lstrip())
@@ -143,13 +172,17 @@ def _is_id(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
+def _is_spec(text: str) -> bool:
+    """Whether a text has the form of a dataset's or a suite's spec."""
+    kind, _, rest = text.partition(":")
+    return text in BUNDLED_TARGETS or text == "mini" or kind == "csv" or (kind.startswith("openml") and _is_id(rest))
+
+
 def _check_spec(spec: str) -> None:
     """Raise unless `spec` has the form of a dataset spec."""
     kind, _, rest = spec.partition(":")
     if kind == "csv":
-        file, _, target = rest.rpartition("#")
-        if not file or not target:
-            raise DatasetError(f"{spec!r} must name a file and its target column: csv:FILE#target")
+        file_and_target(spec)
     elif spec not in BUNDLED_TARGETS and not (kind == "openml" and _is_id(rest)):
         raise DatasetError(
             f"unknown dataset {spec!r}; possible are the bundled {', '.join(sorted(BUNDLED_TARGETS))}, "
@@ -157,18 +190,17 @@ def _check_spec(spec: str) -> None:
         )
 
 
-def _read_csv(name: str, file: str) -> pd.DataFrame:
+def _read_file(name: str, file: Path) -> Table:
     try:
-        # The header is also read as data, because read_csv renames repeated columns.
-        header = pd.read_csv(file, header=None, nrows=1, dtype=str, keep_default_na=False)
-        frame = pd.read_csv(file, low_memory=False)
+        table = read_table(file)
     except FileNotFoundError:
-        raise DatasetError(f"{name}: there is no file {file!r}; check the path") from None
-    except (OSError, ValueError) as error:  # pandas' parser errors and UnicodeDecodeError are ValueErrors
-        raise DatasetError(f"{name}: {file!r} cannot be read as CSV with a header line: {error}") from error
-    if len(frame) and not isinstance(frame.index, pd.RangeIndex):  # surplus fields would become the index
-        raise DatasetError(f"{name}: the rows of {file!r} have more fields than its header line; name every column")
-    return frame.set_axis(header.iloc[0].to_list(), axis="columns")
+        raise DatasetError(f"{name}: there is no file {str(file)!r}; check the path") from None
+    except OSError as error:
+        raise DatasetError(f"{name}: cannot read {file}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise DatasetError(f"{name}: {error}") from error
+    table.name = name
+    return table
 
 
 @contextmanager
@@ -190,7 +222,7 @@ def _openml(name: str) -> Iterator[ModuleType]:
         ) from error
 
 
-def _read_openml(name: str, dataset_id: int) -> tuple[pd.DataFrame, str]:
+def _read_openml(name: str, dataset_id: int) -> tuple[Table, str]:
     with _openml(name) as openml:
         # No metadata of features: where a cache lacks it and the network is down, asking for it
         # makes the client delete the dataset's cache.
@@ -200,7 +232,7 @@ def _read_openml(name: str, dataset_id: int) -> tuple[pd.DataFrame, str]:
         frame, _, _, _ = dataset.get_data()
     if not dataset.default_target_attribute:
         raise DatasetError(f"{name}: OpenML names no target for it; save it as a file and use csv:FILE#target")
-    return frame, dataset.default_target_attribute
+    return Table(name, frame), dataset.default_target_attribute
 
 
 def _read_openml_suite(name: str, suite_id: int) -> list[str]:
@@ -211,8 +243,9 @@ def _read_openml_suite(name: str, suite_id: int) -> list[str]:
     return [f"openml:{dataset_id}" for dataset_id in dataset_ids]
 
 
-def _checked(name: str, frame: pd.DataFrame, target: str) -> Dataset:
+def _checked(name: str, table: Table, target: str) -> Dataset:
     """Make a `Dataset` of a table, or raise `DatasetError`."""
+    frame = table.frame
     repeated = frame.columns[frame.columns.duplicated()]
     if len(repeated):
         raise DatasetError(f"{name}: column {repeated[0]!r} occurs more than once; rename or remove the repeats")
@@ -222,40 +255,42 @@ def _checked(name: str, frame: pd.DataFrame, target: str) -> Dataset:
         raise DatasetError(f"{name}: {target!r} is the only column; at least one feature column is needed")
     if len(frame) < MIN_ROWS:
         raise DatasetError(f"{name}: {len(frame)} rows are too few; at least {MIN_ROWS} are needed")
-    y = _checked_target(name, frame[target])
-    features = {c: _checked_feature(name, frame[c]) for c in frame.columns if c != target}
-    return Dataset(name, pd.DataFrame(features).reset_index(drop=True), y, target)
+    try:
+        y, notes = _checked_target(table, target)
+        columns = read_columns([table], [column for column in frame.columns if column != target])
+    except DatasetError:
+        raise
+    except ValueError as error:  # it names the table
+        raise DatasetError(str(error)) from error
+    if columns.faults:
+        raise DatasetError(columns.faults[0].reason)
+    for note in [*table.notes, *notes, *columns.notes]:
+        warnings.warn(note, stacklevel=4)
+    dates = [column for column, kind in columns.kinds.items() if kind == "dates"]
+    return Dataset(name, _with_calendar(columns.frames[0].reset_index(drop=True), dates), y, target)
 
 
-def _is_text(values: pd.Series) -> bool:
-    # is_string_dtype also holds for a category of strings, which OpenML uses for classes.
-    return not isinstance(values.dtype, pd.CategoricalDtype) and (is_string_dtype(values) or is_object_dtype(values))
-
-
-def _checked_target(name: str, values: pd.Series) -> np.ndarray:
-    place = f"{name}: target {values.name!r}"
-    y = np.full(len(values), np.nan)
-    if _is_text(values) or (is_numeric_dtype(values) and not is_bool_dtype(values)):
-        y = pd.to_numeric(values, errors="coerce").to_numpy(np.float64, na_value=np.nan)
-    bad = values.notna().to_numpy() & np.isnan(y)
-    if bad.any():
-        row = int(bad.argmax())
-        value = values.tolist()[row]  # Python's own type: numpy's repr would show np.True_
+def _checked_target(table: Table, name: str) -> tuple[np.ndarray, list[str]]:
+    place, target = f"{table.name}: target {name!r}", read_target(table, name)
+    if target.not_numeric.any():
+        row = int(target.not_numeric.argmax())
+        value = table.frame[name].tolist()[row]  # Python's own type: numpy's repr would show np.True_
         raise DatasetError(f"{place} is not numeric (row {row + 1}: {value!r}); regression needs numbers")
-    for fault, rows in (("missing", np.isnan(y)), ("infinite", np.isinf(y))):
+    for fault, rows in (("missing", np.isnan(target.y)), ("infinite", np.isinf(target.y))):
         if rows.any():
             first = ", ".join(str(row + 1) for row in np.flatnonzero(rows)[:5])
             more = f" and {rows.sum() - 5} more" if rows.sum() > 5 else ""
             raise DatasetError(f"{place} is {fault} in row {first}{more}; remove these rows or fill them in")
-    if np.ptp(y) == 0:
-        raise DatasetError(f"{place} is constant ({y[0]:g} in every row); choose another target")
-    return y
+    if np.ptp(target.y) == 0:
+        raise DatasetError(f"{place} is constant ({target.y[0]:g} in every row); choose another target")
+    return target.y, target.notes
 
 
-def _checked_feature(name: str, values: pd.Series) -> pd.Series:
-    if _is_text(values):
-        # TabPFN takes a text column of many values for free text, unless it is declared `category`.
-        return values.astype("string").astype("category")
-    if is_float_dtype(values) and np.isinf(values.to_numpy(np.float64, na_value=np.nan)).any():
-        raise DatasetError(f"{name}: column {values.name!r} holds infinite values; replace them or leave them empty")
-    return values
+def _with_calendar(X: pd.DataFrame, dates: list[str]) -> pd.DataFrame:
+    """Put calendar features, those that TabPFN makes of dates, in the place of dates: other models know none."""
+    if not dates:
+        return X
+    from skrub import DatetimeEncoder
+
+    encoder = DatetimeEncoder(resolution="second", add_weekday=True, add_day_of_year=True, periodic_encoding="circular")
+    return pd.concat([X.drop(columns=dates), *(encoder.fit_transform(X[date]) for date in dates)], axis=1)

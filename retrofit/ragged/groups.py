@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 import pandas as pd
 
+from ..columns import Table, take
+from ..long_table import LongTable, read_groups
 from .predicting import QUANTILES, Retrofitted, TableError, check_closed, predict_ragged
 from .report import RaggedReport, Tally
 
@@ -98,18 +101,32 @@ def predict_groups(
     _check_settings(output_type, quantiles, min_rows, too_few)
     check_closed(retrofit)
     features = check_groups(train, test, target=target, by=by)
-    parts, few = _cut(train[by], test[by], min_rows, too_few)
-    X_train, y_train, X_test = train[features], train[target], test[features]
+    table = read_groups(
+        Table("train", train),
+        Table("test", test),
+        features,
+        target=target,
+        by=by,
+        min_rows=min_rows,
+        too_few=too_few,
+        skip=settings.get("on_error") == "skip",
+    )
+    for note in table.notes:
+        warnings.warn(note, stacklevel=2)
+    parts, few = _cut(table, by, min_rows, too_few)
+    X_train, y_train, X_test = table.train[features], table.train[target], table.test[features]
     tables = [
         (X_train, y_train, X_test.iloc[part.test])
         if part.train is None
-        else (X_train.iloc[part.train], y_train.iloc[part.train], X_test.iloc[part.test])
+        else (take(X_train, part.train), y_train.iloc[part.train], take(X_test, part.test))
         for part in parts
     ]
+    settings = table.options(settings)
     answers, report = _predict_parts(retrofit, parts, tables, output_type=output_type, quantiles=quantiles, **settings)
     frame = _as_frame(answers, parts, test.index, output_type, QUANTILES if quantiles is None else quantiles)
     found = frame if output_type in ("main", "quantiles") else pd.Series(frame.iloc[:, 0], name=target)
-    errors = {_plain(parts[index].group): reason for index, reason in report.errors.items()}
+    errors = {_plain(group): reason for group, reason in table.faulty.items()}
+    errors |= {_plain(parts[index].group): reason for index, reason in report.errors.items()}
     return (found, dataclasses.replace(report, errors=errors | few)) if return_report else found
 
 
@@ -163,19 +180,12 @@ def _check_settings(output_type: str, quantiles: list[float] | None, min_rows: i
         raise ValueError("quantiles is empty")
 
 
-def _cut(train: pd.Series, test: pd.Series, min_rows: int, too_few: str) -> tuple[list[_Part], dict[Any, str]]:
+def _cut(table: LongTable, by: str, min_rows: int, too_few: str) -> tuple[list[_Part], dict[Any, str]]:
     """The tables to predict, and with `too_few="nan"` what is wrong with each group that has none."""
-    rows_of, wanted = _rows_by_group(train), _rows_by_group(test)
-    known = {group: len(rows_of.get(group, ())) for group in wanted}
-    few = [group for group in wanted if known[group] < min_rows]
-    if few and too_few == "error":
-        counts = ", ".join(f"{_plain(group)!r} ({known[group]})" for group in few[:10])
-        raise ValueError(
-            f"{len(few)} of {len(wanted)} groups in test have fewer than {min_rows} train rows: {counts}"
-            f"{', ...' if len(few) > 10 else ''}. Say too_few='nan' (--too-few nan) to leave their predictions "
-            "missing, or too_few='pooled' (--too-few pooled) to predict them from the train rows of all groups"
-        )
-    parts = [_Part(group, rows_of[group], at) for group, at in wanted.items() if known[group] >= min_rows]
+    rows_of, wanted = _rows_by_group(table.train[by]), _rows_by_group(table.test[by])
+    known = {group: len(rows_of.get(group, ())) for group in wanted if group not in table.faulty}
+    few = [group for group, rows in known.items() if rows < min_rows]
+    parts = [_Part(group, rows_of[group], wanted[group]) for group, rows in known.items() if rows >= min_rows]
     if few and too_few == "pooled":
         parts.append(_Part(POOLED, None, np.sort(np.concatenate([wanted[group] for group in few]))))
         few = []

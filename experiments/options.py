@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
-from .calibration import settings
-from .retrofit.files import check_writable, replacing
+from ..calibration import settings
+from ..retrofit.files import check_writable, replacing
 
 _FLOAT32 = 3.4e38  # about the largest number
 _MANY = 10_000_000  # of anything; more is a slip of the keyboard, or a seed in the wrong place
@@ -96,7 +96,7 @@ def check_calibration(delta: float, quantile: float, tables: int) -> None:
 
 def read_suite(suite: str) -> list[str]:
     """The datasets of a suite, each of which could be read."""
-    from .experiments.datasets import check_datasets, resolve_suite
+    from .datasets import check_datasets, resolve_suite
 
     datasets = resolve_suite(suite)
     check_datasets(datasets)
@@ -105,7 +105,7 @@ def read_suite(suite: str) -> list[str]:
 
 def files_of(datasets: Iterable[str], host: str | None) -> list[Path]:
     """The files among datasets and host."""
-    from .experiments.datasets import split_spec
+    from .datasets import split_spec
 
     files = [Path(found[0]) for found in map(split_spec, datasets) if found]
     return files if host is None or host in settings.HOST_NAMES else [*files, Path(host)]

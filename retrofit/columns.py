@@ -1,0 +1,388 @@
+"""Which columns are numbers, dates or categories, decided from all tables of one task together.
+
+Whatever types CSV files, Parquet, Arrow or pandas have: a column ends as numbers (truth values are 1 and 0, times of
+day and durations are seconds), as dates (datetime64), as categories (`category`), or as an error that names it. Text
+is read cell by cell, as `notations` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from . import notations
+from .dtypes import Typed, as_text, floats, typed
+
+# What pandas takes for a missing cell in a CSV file.
+MISSING = frozenset(
+    "|#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
+)
+
+# A column of the first table is still one of numbers, or dates, if at most this share of its cells are words.
+_FEW = 0.1
+
+# A way to read distinct cells of text; NaN or NaT where a cell is not written so.
+_Notation = Callable[[Sequence[str]], Any]
+
+
+@dataclass
+class Table:
+    """A table as it was read.
+
+    Attributes:
+        name: What messages call it.
+        frame: Its columns, those of a CSV file as text.
+        decimal_comma: Whether its numbers seem to be written 1.234,5.
+        notes: What a user may want to know of how it was read, in sentences.
+    """
+
+    name: str
+    frame: pd.DataFrame
+    decimal_comma: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def place(self, column: Hashable) -> str:
+        """What messages call a column."""
+        return f"{self.name}: column {column!r}"
+
+
+class Fault(NamedTuple):
+    """A cell that cannot be used: of which table (by number) and row (both from 0), and what is wrong, in words."""
+
+    table: int
+    row: int
+    reason: str
+
+
+@dataclass
+class Columns:
+    """Columns of several tables, typed.
+
+    Attributes:
+        frames: The columns of each table, with its index: numbers, datetime64 or `category`.
+        kinds: `numbers`, `dates` or `categories`, by column.
+        notes: What was read in another way than one might think, in sentences.
+        faults: Cells that cannot be used. They are missing in `frames`.
+    """
+
+    frames: list[pd.DataFrame]
+    kinds: dict[Hashable, str]
+    notes: list[str]
+    faults: list[Fault]
+
+
+@dataclass
+class Target:
+    """A target: y_N in float64, NaN where it is missing or not numeric, and where it is the latter."""
+
+    y: np.ndarray
+    not_numeric: np.ndarray
+    notes: list[str]
+
+
+def read_columns(tables: Sequence[Table], names: Iterable[Hashable]) -> Columns:
+    """Type columns of the first table (train) and of those that must match it (test).
+
+    Raises `ValueError` for a column of a type that is none of the three, or of different ones in the tables.
+    """
+    columns = {name: _Column(name, tables) for name in names}
+    frames = [
+        pd.DataFrame(
+            {name: column.values[i].array for name, column in columns.items()},
+            index=table.frame.index,
+            columns=pd.Index(list(columns)),
+        )
+        for i, table in enumerate(tables)
+    ]
+    return Columns(
+        frames,
+        {name: column.kind for name, column in columns.items()},
+        [note for column in columns.values() for note in column.notes],
+        [fault for column in columns.values() for fault in column.faults],
+    )
+
+
+def read_target(table: Table, name: Hashable) -> Target:
+    """Read a column of numbers to predict: no truth values, times, dates or categories.
+
+    Raises `ValueError` for a column of a type that `read_columns` refuses.
+    """
+    values = table.frame[name].reset_index(drop=True)
+    side = typed(values, table.place(name))
+    missing = values.isna()
+    y, notes = pd.Series(np.nan, index=values.index), []
+    if side.kind == "numbers" and side.plain:
+        y = floats(side.values)
+    elif side.kind == "text":
+        text, missing = _Text([side]), missing | values.isin(MISSING)
+        notation = max(_number_notations([table]), key=lambda notation: text.count(0, notation))
+        y = text.read(0, notation)
+        notes = text.notes_on(notation, 0, table.place(name))
+    return Target(y.to_numpy(), (y.isna() & ~missing).to_numpy(), notes)
+
+
+def take(frame: pd.DataFrame, rows: np.ndarray) -> pd.DataFrame:
+    """Some rows, without the categories that occur in others: there may be very many."""
+    taken = frame.iloc[rows]
+    categories = taken.select_dtypes("category")
+    return taken.assign(**{name: column.cat.remove_unused_categories() for name, column in categories.items()})
+
+
+def _number_notations(tables: Sequence[Table]) -> list[_Notation]:
+    written = [notations.plain, notations.thousands, notations.decimal_comma]
+    # 1.234 is a thousand and more where numbers have decimal commas.
+    return written[::-1] if any(table.decimal_comma for table in tables) else written
+
+
+class _Text:
+    """The cells of a column's text, each distinct one read once."""
+
+    def __init__(self, sides: Sequence[Typed]) -> None:
+        self.sides = sides
+        self.cells = list(dict.fromkeys(cell for side in sides if side.kind == "text" for cell in side.values.dropna()))
+        at = {cell: i for i, cell in enumerate(self.cells)}
+        self.codes = [
+            side.values.map(at).fillna(-1).to_numpy(int) if side.kind == "text" else np.empty(0, int) for side in sides
+        ]
+        self.gap = np.array([cell in MISSING or not cell.strip() for cell in self.cells], dtype=bool)
+        # How often each cell occurs in each table.
+        self.counts = [np.bincount(codes[codes >= 0], minlength=len(self.cells)) for codes in self.codes]
+        self._read: dict[_Notation, Any] = {}
+
+    def parsed(self, notation: _Notation) -> Any:
+        """The distinct cells, read."""
+        if notation not in self._read:
+            self._read[notation] = notation(self.cells)
+        return self._read[notation]
+
+    def filled(self, i: int) -> int:
+        """How many cells of table `i` are filled."""
+        side = self.sides[i]
+        return int(self.counts[i] @ ~self.gap) if side.kind == "text" else int(side.values.notna().sum())
+
+    def count(self, i: int, notation: _Notation) -> int:
+        """How many of them are written so, or have that type."""
+        if self.sides[i].kind != "text":
+            return self.filled(i) if self.sides[i].kind == _kind(notation) else 0
+        return int(self.counts[i] @ (pd.notna(self.parsed(notation)) & ~self.gap))
+
+    def fits(self, i: int, notation: _Notation) -> bool:
+        """Whether all of them are."""
+        return self.count(i, notation) == self.filled(i)
+
+    def strays(self, i: int, notation: _Notation) -> list[str]:
+        """The distinct cells of table `i` that are not."""
+        stray = (self.counts[i] > 0) & pd.isna(self.parsed(notation)) & ~self.gap
+        return [self.cells[at] for at in np.flatnonzero(stray)]
+
+    def read(self, i: int, notation: _Notation) -> pd.Series:
+        """Table `i`'s column, read."""
+        if self.sides[i].kind != "text":
+            return self.sides[i].values
+        parsed, codes = pd.Series(self.parsed(notation)), self.codes[i]
+        return parsed.mask(self.gap).reindex(codes).reset_index(drop=True)
+
+    def rows(self, i: int, cells: Iterable[str]) -> np.ndarray:
+        """The rows of table `i`, from 0, that hold one of these cells."""
+        wanted = set(cells)
+        return np.flatnonzero(np.isin(self.codes[i], [at for at, cell in enumerate(self.cells) if cell in wanted]))
+
+    def example(self, i: int, cells: Iterable[str]) -> str:
+        """The first of these cells in table `i`, with its row."""
+        row = self.rows(i, cells)[0]
+        return f"{self.cells[self.codes[i][row]]!r} (row {row + 1})"
+
+    def notes_on(self, notation: _Notation, i: int, place: str) -> list[str]:
+        """How table `i`'s numbers were read, where they are not written as programs do."""
+        if self.sides[i].kind != "text" or notation in (notations.plain, notations.truth, notations.dates):
+            return []
+        values = dict(zip(self.cells, self.parsed(notation), strict=True))
+        odd = [cell for cell in self.strays(i, notations.plain) if not np.isnan(values[cell])]
+        if notation is notations.decimal_comma:  # 1.234 is plain, but read in another way
+            plain = self.parsed(notations.plain)
+            odd += [c for c, p in zip(self.cells, plain, strict=True) if values[c] != p and not np.isnan(values[c])]
+        if not odd or not len(rows := self.rows(i, odd)):
+            return []
+        cell = self.cells[self.codes[i][rows[0]]]
+        unit = " seconds" if notation is notations.lengths_of_time else ""
+        return [f"{place}: {self.example(i, [cell])} is read as {values[cell]:.12g}{unit}"]
+
+
+def _kind(notation: _Notation) -> str:
+    return "dates" if notation is notations.dates else "numbers"
+
+
+class _Column:
+    """One column of all tables: its `kind`, its `values` in each table, `notes` and `faults`."""
+
+    def __init__(self, name: Hashable, tables: Sequence[Table]) -> None:
+        self.tables, self.places = tables, [table.place(name) for table in tables]
+        self.values: list[pd.Series] = []
+        self.notes: list[str] = []
+        self.faults: list[Fault] = []
+        columns = [table.frame[name].reset_index(drop=True) for table in tables]
+        self.sides = [typed(column, place) for column, place in zip(columns, self.places, strict=True)]
+        if self.sides[0].kind != "categories":
+            self.sides = [_undeclared(side) for side in self.sides]
+        kinds = {side.kind: table.name for side, table in zip(self.sides, tables, strict=True)}
+        kinds.pop("nothing", None)
+        self.kind = next(iter(kinds), "numbers")
+        if self.kind == "categories":
+            self._categories()
+        elif "text" in kinds:
+            self._text()
+        elif len(kinds) > 1:
+            described = ", ".join(f"{kind} in {table}" for kind, table in kinds.items())
+            raise ValueError(f"{self.places[0]} is not of one kind: {described}")
+        else:
+            self._typed([side.values for side in self.sides])
+
+    def _typed(self, values: list[pd.Series]) -> None:
+        """Numbers or dates: infinite ones are faults, and clocks are set by the first that there is."""
+        if self.kind == "dates":
+            zones = [series.dt.tz for series in values if series.dtype.kind == "M"]
+            if len({zone is None for zone in zones}) > 1:
+                raise ValueError(f"{self.places[0]}: times have an offset from UTC in one table and none in the other")
+            values = [pd.to_datetime(series, utc=zones[0] is not None) for series in values]
+            self.values = [series if zones[0] is None else series.dt.tz_convert(zones[0]) for series in values]
+            return
+        for i, series in enumerate(values):
+            infinite = np.isinf(series.to_numpy(np.float64))
+            self.values.append(series.mask(infinite) if infinite.any() else series)
+            self.faults += [
+                Fault(i, int(row), f"{self.places[i]} is infinite in row {row + 1}; replace it or leave the cell empty")
+                for row in np.flatnonzero(infinite)
+            ]
+
+    def _text(self) -> None:
+        """Text in one table at least: numbers or dates if all tables are, or all but a few words in the first."""
+        text, n = _Text(self.sides), range(len(self.tables))
+        of_numbers = [notations.truth, notations.lengths_of_time, *_number_notations(self.tables)]
+        common = [way for way in [*of_numbers, notations.dates] if all(text.fits(i, way) for i in n)]
+        if common:
+            return self._read(text, [common[0]] * len(n))
+        own = [[way for way in of_numbers if text.fits(i, way)] for i in n]
+        if all(own):
+            return self._read(text, [ways[0] for ways in own])
+        ways = [*_number_notations(self.tables), notations.dates]
+        way = max(ways, key=lambda way: [text.count(i, way) for i in n])
+        if self._is_but_for_strays(text, way):
+            return self._read(text, [way] * len(n))
+        self._refuse_unlike(text)
+        labels = [side.values.astype(object).map(as_text, na_action="ignore") for side in self.sides]
+        self._mixed_note(text, way)
+        return self._label(labels)
+
+    def _is_but_for_strays(self, text: _Text, way: _Notation) -> bool:
+        """Whether the first table's cells are written so, but for marks and a few words that no other table knows."""
+        words = {cell for cell in text.strays(0, way) if not notations.is_mark(cell)}
+        known_elsewhere = any(words & set(text.strays(i, way)) for i in range(1, len(self.tables)))
+        few = len(text.rows(0, words)) <= _FEW * text.filled(0)
+        return text.count(0, way) > 0 and few and not known_elsewhere
+
+    def _read(self, text: _Text, ways: Sequence[_Notation]) -> None:
+        self.kind = _kind(ways[0])
+        what = {"numbers": "number", "dates": "date like 2024-12-31"}[self.kind]
+        if self.kind == "dates":
+            self._check_offsets(text)
+        values = [text.read(i, way) for i, way in enumerate(ways)]
+        if all(way is notations.truth for way in ways) and all(series.notna().all() for series in values):
+            values = [series.astype(bool) for series in values]
+        self._typed(values)
+        for i, way in enumerate(ways):
+            self.notes += text.notes_on(way, i, self.places[i])
+            if text.sides[i].kind != "text" or not (strays := text.strays(i, way)):
+                continue
+            # In train a stray cell is a gap, and so is train's mark for a gap elsewhere.
+            marks = strays if i == 0 else [cell for cell in text.strays(0, way) if notations.is_mark(cell)]
+            if gaps := [cell for cell in strays if cell in marks]:
+                more = len(text.rows(i, gaps)) - 1
+                others = f", nor are {more} more; these cells count" if more else "; the cell counts"
+                self.notes.append(f"{self.places[i]}: {text.example(i, gaps)} is no {what}{others} as empty")
+            self.faults += [
+                Fault(
+                    i,
+                    int(row),
+                    f"{self.places[i]}: {text.cells[text.codes[i][row]]!r} (row {row + 1}) is no {what}, as those of "
+                    f"{self.tables[0].name} are; correct it or leave the cell empty",
+                )
+                for row in text.rows(i, set(strays) - set(gaps))
+            ]
+
+    def _check_offsets(self, text: _Text) -> None:
+        dates = [cell for cell, date in zip(text.cells, text.parsed(notations.dates), strict=True) if pd.notna(date)]
+        found: dict[bool, str] = {}
+        for i, place in enumerate(self.places):
+            for offset in (True, False):
+                cells = [cell for cell in dates if notations.has_offset(cell) == offset]
+                if len(text.rows(i, cells)):
+                    found.setdefault(offset, f"{place}: {text.example(i, cells)}")
+        if len(found) > 1:
+            raise ValueError(f"{found[True]} has an offset from UTC, and {found[False]} has none; write all alike")
+
+    def _refuse_unlike(self, text: _Text) -> None:
+        """Raise where text would be taken for categories, but cannot be meant as such."""
+        dates = [cell for cell in text.cells if notations.looks_like_a_date(cell)]
+        for i, side in enumerate(self.sides):
+            if side.kind == "text" and len(text.rows(i, dates)) > (1 - _FEW) * text.filled(i):
+                raise ValueError(
+                    f"{self.places[i]}: {text.example(i, dates)} looks like a date; write dates as 2024-12-31"
+                )
+        known = set(self.sides[0].values.dropna().map(as_text))
+        for i in range(1, len(self.sides)):
+            if not known or not text.filled(i):
+                continue
+            values = self.sides[i].values.dropna().map(as_text)
+            for way in (notations.dates, *_number_notations(self.tables)):
+                if text.fits(i, way) and (_kind(way) == "dates" or not known & set(values)):
+                    first = self.sides[0].values.dropna()
+                    raise ValueError(
+                        f"{self.places[i]} holds {_kind(way)}, such as {values.iloc[0]!r} (row {values.index[0] + 1}), "
+                        f"and that of {self.tables[0].name} does not: {first.iloc[0]!r} (row {first.index[0] + 1})"
+                    )
+
+    def _mixed_note(self, text: _Text, way: _Notation) -> None:
+        if self.sides[0].kind == "text" and 2 * text.count(0, way) >= text.filled(0) > 0:
+            self.notes.append(
+                f"{self.places[0]} is read as categories, since {text.example(0, text.strays(0, way))} is no "
+                f"{_kind(way)[:-1]}"
+            )
+
+    def _categories(self) -> None:
+        """Declared ones in the first table: those of the others are joined to them, as text if one of all is text."""
+        numeric = [
+            side.kind in ("numbers", "nothing")
+            or (side.kind == "categories" and pd.api.types.is_numeric_dtype(side.values.cat.categories.dtype))
+            for side in self.sides
+        ]
+        labels = [side.values.astype(object) for side in self.sides]
+        self._label(labels if all(numeric) else [series.map(as_text, na_action="ignore") for series in labels])
+
+    def _label(self, labels: list[pd.Series]) -> None:
+        self.kind = "categories"
+        for place, series in zip(self.places[1:], labels[1:], strict=True):
+            new = series[series.notna() & ~series.isin(labels[0])]
+            if len(new):
+                self.notes.append(
+                    f"{place}: {new.nunique()} of {series.nunique()} categories do not occur in {self.tables[0].name}, "
+                    f"such as {new.iloc[0]!r} (row {new.index[0] + 1})"
+                )
+        levels = sorted(set().union(*(series.dropna() for series in labels)))
+        if levels and isinstance(levels[0], str) and not np.isnan(notations.plain(levels)).all():
+            # TabPFN takes categories that are spelled like numbers for numbers, and codes them in another way.
+            levels = [f"={level}" for level in levels]
+            labels = [series.map("={}".format, na_action="ignore") for series in labels]
+        self.values = [pd.Series(pd.Categorical(series, categories=levels)) for series in labels]
+
+
+def _undeclared(side: Typed) -> Typed:
+    """Categories as the text or numbers that name them."""
+    if side.kind != "categories":
+        return side
+    if pd.api.types.is_numeric_dtype(side.values.cat.categories.dtype):
+        return Typed("numbers", side.values.astype(np.float64))
+    return Typed("text", side.values.astype(object))

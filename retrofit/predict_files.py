@@ -1,0 +1,232 @@
+"""`oretrofit predict`: tables in files in, predictions in a file out.
+
+Options are checked before anything that takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..calibration.settings import HOST, PRECISIONS, TABLES
+from .files import check_writable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from .columns import Table
+    from .long_table import LongTable
+    from .ragged.report import RaggedReport
+
+OUT_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".parquet")  # in any case
+
+# Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
+Begin = Callable[[str, int | None], Callable[[int], None]]
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """The options of `oretrofit predict`, checked.
+
+    Raises:
+        ValueError: An option that cannot be used.
+        OSError: `out` cannot be written.
+    """
+
+    train: Path
+    test: Path
+    target: str
+    out: Path
+    by: str | None = None
+    quantiles: str | None = None
+    host: str | None = None
+    retrofit: Path | None = None
+    too_few: str | None = None
+    on_error: str = "error"
+    precision: str = "auto"
+    device: str = "auto"
+    levels: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check them."""
+        object.__setattr__(self, "levels", _parse_quantiles(self.quantiles))
+        if self.on_error not in ("error", "skip"):
+            raise ValueError(f"--on-error is error or skip, not {self.on_error!r}")
+        if self.too_few not in (None, "error", "nan", "pooled"):
+            raise ValueError(f"--too-few is error, nan or pooled, not {self.too_few!r}")
+        if self.by is None and (self.too_few is not None or self.on_error == "skip"):
+            raise ValueError("--too-few and --on-error are about groups, whose column --by names")
+        if self.by in (answers := ["prediction", *map(_label, self.levels)]):
+            raise ValueError(f"the group column cannot be called {self.by!r}, as a column of predictions is: {answers}")
+        if self.by == self.target:
+            raise ValueError(f"{self.target!r} cannot be both target and group")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"unknown precision {self.precision!r}; there are: {', '.join(PRECISIONS)}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"unknown device {self.device!r}; there are: auto, cpu, cuda")
+        if not self.out.name.lower().endswith(OUT_SUFFIXES):
+            raise ValueError(f"--out {self.out} ends in none of {', '.join(OUT_SUFFIXES)}")
+        if self.out.resolve() in (self.train.resolve(), self.test.resolve()):
+            raise ValueError(f"--out {self.out} would overwrite what is read")
+        check_writable(self.out)
+
+
+@dataclass
+class Predicted:
+    """What `predict_files` did: `lines` say what was read and predicted, `warnings` what a user should look at."""
+
+    lines: list[str]
+    warnings: list[str]
+
+
+def _label(level: float) -> str:
+    return f"q{level:.12g}"
+
+
+def _parse_quantiles(text: str | None) -> list[float]:
+    try:
+        levels = [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        levels = [float("nan")]
+    if not all(0 <= level <= 1 for level in levels):
+        raise ValueError(f"--quantiles are numbers between 0 and 1, joined by commas, not {text!r}")
+    return list(dict.fromkeys(levels))
+
+
+def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = lambda *_: lambda _: None) -> Predicted:
+    """Read train and test, predict test's rows with the closed retrofit of a host, and write them to `out`.
+
+    Args:
+        options: The options.
+        device: `cpu` or `cuda`.
+        begin: Called at the start of `Calibrating` and `Predicting`, to show progress.
+
+    Raises:
+        ValueError: Files, columns or cells that cannot be used; the message says which.
+        OSError: A file that cannot be read or written; what was predicted is kept elsewhere, and said where.
+    """
+    import numpy as np
+    import pandas as pd
+
+    from .tables import read_table, write_or_keep
+
+    train, test = (read_table(path, options.by) for path in (options.train, options.test))
+    by = _groups(train, test, options)
+
+    import torch
+
+    from .api import load, patch
+    from .hosts import load_host
+    from .long_table import read_groups
+    from .ragged.groups import check_groups
+
+    features = check_groups(train.frame, test.frame, target=options.target, by=by)
+    too_few = options.too_few or ("nan" if options.on_error == "skip" else "error")
+    skip = options.on_error == "skip"
+    table = read_groups(
+        train, test, features, target=options.target, by=by, too_few=too_few, skip=skip, whole=options.by is None
+    )
+    if options.retrofit is not None:
+        closed = load(options.retrofit, options.host)
+        _check_limits(closed.host.inference_config, table, train.name)
+    else:
+        host = load_host(options.host or HOST)
+        _check_limits(host.inference_config, table, train.name)
+        done, count = begin("Calibrating", TABLES), itertools.count(1)
+        closed = patch(host, "closed", device=device, on_table=lambda: done(next(count)))
+
+    rows = np.flatnonzero(~table.test[by].isin(list(table.faulty)))
+    report = None
+    answers = pd.DataFrame(np.nan, index=range(len(test.frame)), columns=["mean", *options.levels])
+    if len(rows):
+        frame, report = closed.predict_groups(
+            table.train,
+            table.test.iloc[rows],
+            target=options.target,
+            by=by,
+            output_type="main",
+            quantiles=options.levels,
+            too_few=too_few,
+            on_error="skip" if skip else "raise",
+            return_report=True,
+            on_tables=begin("Predicting", table.test[by].nunique()),
+            device=device,
+            inference_precision=getattr(torch, options.precision, options.precision),
+        )
+        answers.iloc[rows] = frame[answers.columns].to_numpy()
+    errors = table.faulty | dict(report.errors if report else {})
+    written = test.frame[[] if options.by is None else [by]].assign(
+        prediction=answers["mean"].array, **{_label(level): answers[level].array for level in options.levels}
+    )
+    write_or_keep(written, options.out)
+    lines = [*_read_lines(train, test, table), *_predicted_lines(table, by, too_few, written["prediction"], report)]
+    return Predicted(
+        [*lines, f"Written to {options.out}."], [*table.notes, *_missing_lines(errors, written["prediction"])]
+    )
+
+
+def _groups(train: Table, test: Table, options: PredictOptions) -> str:
+    """The column of the groups; without one, a column that both tables get, with one group for the whole table."""
+    if options.by is not None:
+        return options.by
+    if len(train.frame) == 1:
+        raise ValueError(f"{train.name} has one row; a prediction needs two")
+    if list(train.frame) == [options.target]:
+        raise ValueError(f"{train.name} has no columns beside {options.target!r} to predict from")
+    by = "(group)"
+    while by in train.frame or by in test.frame:
+        by += "_"
+    for table in (train, test):
+        table.frame = table.frame.assign(**{by: "the whole table"})
+    return by
+
+
+def _check_limits(config: Any, table: LongTable, train: str) -> None:
+    """Raise `ValueError` for more columns than the host takes, which its own message would advise to override."""
+    columns = sum(9 if kind == "dates" else 1 for kind in table.kinds.values())  # calendar features of a date
+    if columns > config.MAX_NUMBER_OF_FEATURES:
+        raise ValueError(
+            f"{train} has {columns} columns to predict from (a date counts as 9), and this host takes "
+            f"{config.MAX_NUMBER_OF_FEATURES}; leave some out"
+        )
+
+
+def _read_lines(train: Table, test: Table, table: LongTable) -> list[str]:
+    kinds = {
+        kind: [name for name, of in table.kinds.items() if of == kind] for kind in ("numbers", "dates", "categories")
+    }
+    columns = ". ".join(f"{kind.capitalize()}: {_listed(names)}" for kind, names in kinds.items() if names)
+    return [f"Read {train.name} ({len(train.frame)} rows) and {test.name} ({len(test.frame)}). {columns}."]
+
+
+def _predicted_lines(
+    table: LongTable, by: str, too_few: str, prediction: pd.Series, report: RaggedReport | None
+) -> list[str]:
+    few = [group for group in table.few if group not in table.faulty] if too_few == "pooled" else []
+    pooled = int(table.test[by].isin(few).sum())
+    line = f"Predicted {prediction.notna().sum()} of {len(prediction)} rows"
+    if pooled:
+        line += f", {pooled} of them from the train rows of all groups, pooled (groups {_listed(few)})"
+    if report is None:
+        return [f"{line}."]
+    return [
+        f"{line}.",
+        f"Tables: {report.tables}; forward passes: {report.batches}, for {report.members} ensemble members; "
+        f"padding: {report.padding:.1%} of their work.",
+    ]
+
+
+def _missing_lines(errors: dict[Hashable, str], prediction: pd.Series) -> list[str]:
+    lines = [f"No prediction for group {group!r}: {reason}" for group, reason in list(errors.items())[:20]]
+    if len(errors) > 20:
+        lines.append(f"... and for {len(errors) - 20} more groups")
+    if missing := int(prediction.isna().sum()):
+        lines.append(f"{missing} of {len(prediction)} rows have no prediction.")
+    return lines
+
+
+def _listed(names: Sequence[Hashable]) -> str:
+    return ", ".join(map(str, names[:12])) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -1,0 +1,202 @@
+"""Tables in files: CSV in its usual dialects, Parquet and Feather (Arrow) in, CSV and Parquet out.
+
+What a file is is seen from its content, not from its name. CSV comes as text, which `columns` then types.
+"""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import lzma
+import re
+import tempfile
+import zipfile
+from collections.abc import Hashable
+from pathlib import Path
+from secrets import token_hex
+
+import pandas as pd
+
+from .columns import MISSING, Table
+from .files import replacing
+
+_SEPARATORS = {"\t": "tabs", ";": "semicolons", "|": "bars", ",": "commas"}
+_SAMPLE = 100_000  # characters from which the separator is seen
+_DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*\d,\d+", re.ASCII)
+
+
+def read_table(path: Path, group: Hashable | None = None) -> Table:
+    """Read a table from a CSV file (packed or not), a Parquet file or folder, or a Feather (Arrow) file.
+
+    In CSV all cells are text and those that pandas takes for missing are NaN; in the column `group` only empty cells
+    are, so that a group may be called NA. Rows that are one name longer than the header, as R writes them, begin with
+    the index.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: It is no table, two columns have one name, or a line has too many or too few cells.
+    """
+    try:
+        if path.is_dir():
+            table = Table(str(path), pd.read_parquet(path))
+        else:
+            content = _unpacked(path.read_bytes())
+            if content[:4] == b"PAR1":
+                table = Table(str(path), pd.read_parquet(io.BytesIO(content)))
+            elif content[:6] == b"ARROW1":
+                table = Table(str(path), pd.read_feather(io.BytesIO(content)))
+            else:
+                table = _read_csv(str(path), content, group)
+    except (ValueError, EOFError, csv.Error, lzma.LZMAError, zipfile.BadZipFile) as error:  # Arrow's are ValueErrors
+        raise ValueError(f"cannot read {path}: {error}") from error
+    except OSError as error:  # of gzip and bz2, about the content, these name no file
+        if error.errno is None:
+            raise ValueError(f"cannot read {path}: {error}") from error
+        raise
+    columns = table.frame.columns
+    if columns.has_duplicates:
+        raise ValueError(
+            f"{path} has several columns called {columns[columns.duplicated()][0]!r}; rename or remove them"
+        )
+    return table
+
+
+def write_table(frame: pd.DataFrame, path: Path) -> None:
+    """Write a table whole or not at all; an index that only counts the rows is left out of a CSV file.
+
+    Raises `OSError`, with `path` as its `filename`, if the file cannot be written.
+    """
+    with replacing(path) as part:
+        if path.name.lower().endswith(".parquet"):
+            frame.to_parquet(part)
+        else:
+            named = frame.index.names if any(frame.index.names) else "index"
+            counts = frame.index.equals(pd.RangeIndex(len(frame)))
+            separator = "\t" if path.name.lower().endswith(".tsv") else ","
+            frame.to_csv(part, sep=separator, index=not counts, index_label=named)
+
+
+def write_or_keep(frame: pd.DataFrame, path: Path) -> None:
+    """`write_table`; where that fails, write to another folder, and let the `OSError` say which."""
+    try:
+        write_table(frame, path)
+    except OSError as error:
+        for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+            kept = folder / f"{path.name.partition('.')[0]}-{token_hex(4)}{''.join(path.suffixes)}"
+            try:
+                write_table(frame, kept)
+            except OSError:
+                continue
+            raise OSError(error.errno, f"{error.strerror}. What was to be written is in {kept}", str(path)) from error
+        raise
+
+
+def _unpacked(content: bytes) -> bytes:
+    if content[:2] == b"\x1f\x8b":
+        return gzip.decompress(content)
+    if content[:3] == b"BZh":
+        return bz2.decompress(content)
+    if content[:6] == b"\xfd7zXZ\x00":
+        return lzma.decompress(content)
+    if content[:4] == b"PK\x03\x04":
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            names = archive.namelist()
+            if "[Content_Types].xml" in names or "mimetype" in names:
+                raise ValueError("it is a workbook of a spreadsheet program; save the sheet as CSV")
+            if len(names) != 1:
+                raise ValueError(f"it is an archive of {len(names)} files; unpack the one that is meant")
+            return archive.read(names[0])
+    return content
+
+
+def _decoded(name: str, content: bytes, notes: list[str]) -> str:
+    try:
+        return content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        text = content.decode("cp1252")  # a UnicodeDecodeError is a ValueError
+        word = re.search(r"\S*$", text[: error.start])[0] + re.match(r"\S*", text[error.start :])[0]  # type: ignore[index]
+        notes.append(f"{name} is not UTF-8 and is read as Windows-1252 (Latin-1): {word[:40]!r} in line {line}")
+        return text
+
+
+def _separator(text: str) -> str:
+    """The separator by which most of the first lines have as many cells as the header, and most of them."""
+    sample = io.StringIO(text[:_SAMPLE], newline="")
+    lines = list(itertools.islice(sample, 100))
+    if len(text) > _SAMPLE:
+        lines = lines[:-1]
+    best, separator = (0.0, 1), ","
+    for candidate in _SEPARATORS:
+        try:
+            header, *rows = [row for row in csv.reader(lines, delimiter=candidate) if row]
+        except (ValueError, csv.Error):
+            continue
+        fitting = sum(len(row) in (len(header), len(header) + 1) for row in rows)
+        score = (fitting / len(rows) if rows else 1.0, len(header))
+        if len(header) > 1 and score > best:
+            best, separator = score, candidate
+    return separator
+
+
+def _read_csv(name: str, content: bytes, group: Hashable | None) -> Table:
+    notes: list[str] = []
+    text = _decoded(name, content, notes)
+    if "\0" in text:
+        raise ValueError("it has zero bytes: it is no text, or UTF-16 without a byte order mark; save it as UTF-8")
+    separator = _separator(text)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    lines: list[int] = []
+    rows: list[list[str]] = []
+    try:
+        for row in reader:
+            if len(row) > 1 or (row and row[0].strip()):
+                rows.append(row)
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        raise ValueError(f"line {reader.line_num}: {error}") from None
+    if not rows:
+        raise ValueError("it is empty; a first line with the columns' names is needed")
+    header, *rows = rows
+    rows, index = _aligned(header, rows, lines[1:])
+    columns = list(zip(*rows, strict=True)) if rows else [() for _ in header]
+    while len(header) > 1 and not header[-1].strip() and not any(cell.strip() for cell in columns[-1]):
+        header, columns = header[:-1], columns[:-1]  # the header, too, ends in a separator
+    names = [cell if cell.strip() else f"Unnamed: {i}" for i, cell in enumerate(header)]
+    frame = pd.DataFrame(
+        {i: pd.Series(_cells(cells, names[i] == group), dtype="str") for i, cells in enumerate(columns)}
+    ).set_axis(names, axis="columns")
+    if index is not None:
+        frame.index = pd.Index(index)
+    if separator != "," and not (separator == "\t" and ".tsv" in name.lower()):
+        notes.append(f"{name} has {_SEPARATORS[separator]} between cells")
+    comma = separator == ";" and any(_DECIMAL_COMMA.fullmatch(cell) for cells in columns for cell in set(cells))
+    return Table(name, frame, comma, notes)
+
+
+def _cells(cells: tuple[str, ...], names_group: bool) -> list[str | None]:
+    if names_group:
+        return [cell or None for cell in cells]
+    return [None if cell in MISSING or cell.isspace() else cell for cell in cells]
+
+
+def _aligned(header: list[str], rows: list[list[str]], lines: list[int]) -> tuple[list[list[str]], list[str] | None]:
+    """Rows as long as the header, and the names in front of them if there are any, as R writes them."""
+    width = len(header)
+    if rows and all(len(row) == width + 1 for row in rows):
+        if any(row[-1].strip() for row in rows):
+            return [row[1:] for row in rows], [row[0] for row in rows]
+        if len(rows) > 2 and [row[0] for row in rows] == [str(i + 1) for i in range(len(rows))]:
+            raise ValueError(
+                f"the header has {width} names and each line {width + 1} cells, of which the first counts the lines "
+                "and the last is empty: name the first in the header, or leave out the last"
+            )
+    for i, row in enumerate(rows):
+        if len(row) > width and not any(cell.strip() for cell in row[width:]):
+            rows[i] = row[:width]  # it ends in separators
+        elif len(row) != width:
+            raise ValueError(f"line {lines[i]} has {len(row)} cells and the header {width}: {', '.join(row)[:60]!r}")
+    return rows, None
