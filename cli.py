@@ -484,8 +484,8 @@ def bench_ragged(
     """Time ragged prediction against a loop of fit and predict, and against predict_batched by shape."""
     _check_positive(tables=tables, rounds=rounds)
     _check_writable(json_file)
-    from .experiments import ragged_bench as run
     from .calibration.predicting import resolve_device
+    from .experiments import ragged_bench as run
 
     device, console = resolve_device(device), _console()
     with console.status("Timing") as status:
@@ -507,9 +507,9 @@ def bench_ragged_equality(
     """Show how far ragged prediction is from fit and predict, one table at a time."""
     _check_positive(tables=tables)
     _check_writable(json_file)
+    from .calibration.predicting import resolve_device
     from .calibration.settings import TABLES
     from .experiments import ragged_equality as run
-    from .calibration.predicting import resolve_device
     from .retrofit.hosts import load_host
 
     device, console = resolve_device(device), _console()
@@ -591,8 +591,8 @@ def ablate(
     if plot is not None and plot.suffix != ".png":
         raise ValueError(f"--plot writes a .png file, not {plot.name!r}")
     _check_writable(json_file, plot)
-    from .experiments import ablation
     from .calibration.predicting import resolve_device
+    from .experiments import ablation
     from .experiments.report import write_rows
 
     device, console = resolve_device(device), _console()
@@ -619,10 +619,10 @@ def audit(
     """Insert NULL rows and columns at every stage of a host and its variants, and say which part leaks."""
     _check_positive(tables=tables)
     _check_writable(json_file)
+    from .calibration.predicting import resolve_device
     from .calibration.variants import VARIANTS
     from .experiments import audit as run
     from .experiments import audit_report
-    from .calibration.predicting import resolve_device
     from .retrofit.hosts import load_host
     from .retrofit.patcher import known_spec
 
@@ -651,8 +651,8 @@ def contracts(
 ) -> None:
     """Hold the operators to their definitions, beside the error of torch's own kernels."""
     _check_writable(json_file)
-    from .experiments import contracts as run
     from .calibration.predicting import resolve_device
+    from .experiments import contracts as run
     from .experiments.report import write_rows
 
     device, dtypes, console = resolve_device(device), run.parse_dtypes(dtype), _console()
