@@ -139,6 +139,21 @@ def check_datasets(specs: Iterable[str]) -> None:
             load_dataset(spec)
 
 
+def read_suite(suite: str) -> list[str]:
+    """The datasets of a suite, each of which could be read. Raises `ValueError` for one that could not."""
+    try:
+        datasets = resolve_suite(suite)
+        check_datasets(datasets)
+    except ValueError as error:
+        raise ValueError(f"--suite: {error}") from error
+    return datasets
+
+
+def files_of(datasets: Iterable[str]) -> list[Path]:
+    """The files among datasets."""
+    return [Path(found[0]) for found in map(split_spec, datasets) if found]
+
+
 def make_case(dataset: Dataset, seed: int, max_train_rows: int = 1000, max_test_rows: int = 500) -> Case:
     """Split a dataset into train and test rows, both drawn at random from `seed` alone.
 

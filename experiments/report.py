@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,9 +11,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..patches.host_spec import HostSpec
 from ..retrofit.check import largest
-from ..retrofit.files import replacing, write_text
+from ..retrofit.files import replacing, write_json, write_text
+from ..retrofit.terminal import Cells
 from .datasets import BUNDLED_TARGETS
 from .style import OTHER_STYLE, STYLES, short_datasets
 
@@ -30,8 +29,6 @@ PAPER: dict[str, Any] = {
 BROKEN = 3.0
 
 _RESAMPLES = 10_000
-
-Cells = tuple[list[str], list[list[str]]]
 
 
 def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
@@ -163,64 +160,6 @@ def case_line(variants: Sequence[dict[str, Any]], names: Mapping[str, str]) -> s
     seconds = first["host_seconds"] + sum(record["variant_seconds"] for record in variants)
     name = f"{names[first['dataset']]} seed {first['seed']}"
     return f"{name}: host RMSE {first['host_rmse']:.5g}, {changes} ({seconds:.0f} s)"
-
-
-def site_cells(sites: pd.DataFrame, spec: HostSpec) -> dict[str, Cells]:
-    """Header and cells of `Retrofit.table`, by what became of the class.
-
-    Names are shortened as the host's `spec` has it; the columns in percent are quantiles of `||h||^2`.
-    """
-    header = ["site", "carrier", "tau"]
-    calibrated = "sq_norm_q50" in sites
-    if calibrated:
-        header += ["1 %", "50 %", "99 %", "p min", "p med."]
-    tables = {}
-    for (host_class, o_class), group in sites.groupby(["host_class", "o_class"], sort=False):
-        cells = []
-        for site in group.to_dict("records"):
-            row = [
-                spec.shorten(site["name"]),
-                site["carrier"].replace("receiver and source", "both"),
-                f"{site['tau']:.3g}",
-            ]
-            if calibrated:
-                row += [_short_number(site[f"sq_norm_q{q}"]) for q in ("01", "50", "99")]
-                row += [f"{site[f'presence_{kind}']:.5f}" for kind in ("min", "median")]
-            cells.append(row)
-        tables[f"{host_class} -> {o_class}"] = (header, cells)
-    return tables
-
-
-def _short_number(value: float) -> str:
-    """At most six characters from 1e-4 to 1e6, for the narrow columns of the site table."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
-
-
-def frame_cells(frame: pd.DataFrame) -> Cells:
-    """Header and cells of any table, numbers to four digits."""
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in frame.to_numpy(dtype=object)]
-    return [str(column).replace("_", " ") for column in frame.columns], cells
-
-
-def write_json(content: Any, file: Path) -> None:
-    """Write JSON, whole or not at all; what is no finite number becomes null.
-
-    Raises `OSError`, with the file's name, if it cannot be written.
-    """
-    write_text(file, json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
-
-
-def write_rows(frame: pd.DataFrame, file: Path) -> None:
-    """`write_json` of a table, as a list of rows."""
-    write_json(frame.to_dict("records"), file)
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [_finite(value) for value in content]
-    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def notes(summary: dict[str, Any]) -> str:

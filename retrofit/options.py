@@ -1,4 +1,4 @@
-"""Option values, checked by name before the seconds of importing torch, and the files that a command ends with."""
+"""Options that commands share, checked by name before the seconds of importing torch, and the files they end with."""
 
 from __future__ import annotations
 
@@ -8,12 +8,37 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
+from typing import Annotated
+
+import typer
 
 from ..calibration import settings
-from ..retrofit.files import check_writable, replacing
+from .files import check_writable, replacing
 
 _FLOAT32 = 3.4e38  # about the largest number
 _MANY = 10_000_000  # of anything; more is a slip of the keyboard, or a seed in the wrong place
+
+
+def bold(names: Iterable[str]) -> str:
+    """Names for a help text."""
+    return ", ".join(f"[b]{name}[/b]" for name in names)
+
+
+Host = Annotated[str, typer.Option(help=f"{bold(settings.HOST_NAMES)} or a checkpoint file.")]
+Device = Annotated[str, typer.Option(help="[b]auto[/b] (a GPU if there is one), [b]cpu[/b] or [b]cuda[/b].")]
+Suite = Annotated[
+    str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
+]
+Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
+Delta = Annotated[float, typer.Option(help="How much presence a live token at the quantile loses, between 0 and 1.")]
+Quantile = Annotated[float, typer.Option(help="Which quantile of ||h||² keeps presence 1 - delta, from 0 to 1.")]
+Tables = Annotated[int, typer.Option(help="Synthetic tables to calibrate on.")]
+Variants = Annotated[list[str] | None, typer.Option("--variant", help="As of patch; repeatable. Default: all.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the tables (PNG).")]
+NamedHost = Annotated[
+    str | None, typer.Option(help=f"As of patch. Default: {settings.HOST}, or the host that --retrofit names.")
+]
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None] = ()) -> None:
@@ -50,6 +75,12 @@ def check_input(option: str, file: Path | None) -> None:
     """Raise `ValueError` for a file that is not there."""
     if file is not None and not file.is_file():
         raise ValueError(f"{option} {file}: {'that is a folder' if file.is_dir() else 'there is no such file'}")
+
+
+def check_plot(file: Path | None) -> None:
+    """Raise `ValueError` for a `--plot` that is no PNG file."""
+    if file is not None and file.suffix.lower() != ".png":
+        raise ValueError(f"--plot writes a .png file, not {file.name!r}")
 
 
 def check_host(host: str) -> None:
@@ -94,21 +125,9 @@ def check_calibration(delta: float, quantile: float, tables: int) -> None:
     check_positive(tables=tables)
 
 
-def read_suite(suite: str) -> list[str]:
-    """The datasets of a suite, each of which could be read."""
-    from .datasets import check_datasets, resolve_suite
-
-    datasets = resolve_suite(suite)
-    check_datasets(datasets)
-    return datasets
-
-
-def files_of(datasets: Iterable[str], host: str | None) -> list[Path]:
-    """The files among datasets and host."""
-    from .datasets import split_spec
-
-    files = [Path(found[0]) for found in map(split_spec, datasets) if found]
-    return files if host is None or host in settings.HOST_NAMES else [*files, Path(host)]
+def host_file(host: str | None) -> list[Path]:
+    """The host's file, if it is one."""
+    return [] if host is None or host in settings.HOST_NAMES else [Path(host)]
 
 
 def unwritten(files: Mapping[Path | None, Callable[[Path], None]], safe: str = "") -> list[str]:
