@@ -70,8 +70,9 @@ class PretrainSettings:
 
 def new_host(seed: int) -> TabPFNV3:
     """The small host with freshly initialised weights."""
-    torch.manual_seed(seed)
-    return get_architecture(TabPFNV3Config(**SMALL_CONFIG))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_architecture(TabPFNV3Config(**SMALL_CONFIG))
 
 
 def host_inference_config() -> InferenceConfig:
