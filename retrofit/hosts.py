@@ -192,7 +192,8 @@ def host_in_checkpoint(checkpoint: dict[str, Any], path: Path, name: str | None)
     state = {key: value for key, value in state.items() if not key.startswith("criterion.")}
     try:
         config, _ = spec.parse_config(checkpoint["config"])
-        model = spec.build(config)
+        with torch.random.fork_rng(devices=[]):  # a network is drawn at random before its weights are there
+            model = spec.build(config)
         model.load_state_dict(state)
     except Exception as error:
         raise HostError(f"{path} does not hold the weights that its own config describes: {error}") from error
@@ -211,7 +212,8 @@ def _from_prior_labs() -> Host:
     """TabPFN's own route to its default v3 regressor; the version is named, as `auto` is v3.5."""
     path = tabpfn_api.prior_labs_path("v3")
     try:
-        model, criterion, inference_config = tabpfn_api.load_prior_labs_regressor("v3")
+        with torch.random.fork_rng(devices=[]):
+            model, criterion, inference_config = tabpfn_api.load_prior_labs_regressor("v3")
     except Exception as error:
         raise HostError(
             f"TabPFN could not load its v3 regressor: {_first_line(error)}\n"
