@@ -479,8 +479,11 @@ def test_a_column_called_target_is_a_feature_like_others(host_file, stores):
 
 
 WRONG_TABLES = {
-    "an array": (lambda X, y: (X.to_numpy(), y), "X is a DataFrame with a column"),
-    "no group column": (lambda X, y: (X.drop(columns="store"), y), "X is a DataFrame with a column"),
+    "an array": (lambda X, y: (X.to_numpy(), y), "X is a DataFrame with that column, not a ndarray"),
+    "no group column": (lambda X, y: (X.drop(columns="store"), y), "no group column 'store'"),
+    "a row without a group": (lambda X, y: (X.where(X["store"] != "lone"), y), "1 rows of train have no group"),
+    "groups of one row each": (lambda X, y: (X.assign(store=range(len(X))), y), "names rows, not groups"),
+    "no other column": (lambda X, y: (X[["store"]], y), "no columns beside"),
     "a target too few": (lambda X, y: (X, y[1:]), "inconsistent numbers of samples"),
     "a missing target": (lambda X, y: (X, y.where(y.index > 0)), "y contains NaN"),
     "two targets": (lambda X, y: (X, np.stack([y, y], axis=1)), "1d array"),

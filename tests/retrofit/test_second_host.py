@@ -30,7 +30,8 @@ from oretrofit.patches.operators import OTransformer
 from oretrofit.patches.tabpfn_v3 import OTabPFNV3
 from oretrofit.patches.tabpfn_v3_closed import ClosedTabPFNV3
 from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
-from oretrofit.retrofit import api
+from oretrofit.retrofit import api, tabpfn_api
+from oretrofit.retrofit.checkpoints import RetrofitArchitecture
 from oretrofit.retrofit.patcher import patch_model, unpatch
 
 # --- The made-up architecture, as a file in `patches` would have it ---
@@ -195,6 +196,18 @@ def test_patched(second, tiny_host, predict, variant):
 
     tables = [report.site_cells(r.table, spec_of(r.host.model)) for r in (retrofit, expected)]
     assert json.dumps(tables[0]).replace("MadeUp", "TabPFNV3") == json.dumps(ours_in(tables[1]))
+
+
+def test_saved_as_a_checkpoint(second, predict, tmp_path, monkeypatch):
+    # As importing `checkpoints` does for those that are in HOST_SPECS by then.
+    monkeypatch.setitem(tabpfn_api.ARCHITECTURES, "oretrofit_made_up", RetrofitArchitecture(MADE_UP))
+    retrofit, file = patch(second, "closed", tau=1e-3), tmp_path / "made-up-v3.safetensors"
+    retrofit.save_checkpoint(file)
+    expected = predict(retrofit.specs)
+    assert np.array_equal(predict(str(file)), expected)
+    assert np.array_equal(predict(oretrofit.load(file).specs), expected)
+    with pytest.raises(HostError, match="is a retrofit"):
+        load_host(file)
 
 
 def test_ragged(second, tiny_host):
