@@ -6,7 +6,8 @@
     retrofit = oretrofit.patch("small", variant="full-o")
     regressor = TabPFNRegressor(model_path=retrofit.specs)
 
-`patch` returns a `Retrofit`, `Retrofit.save` writes it to a small JSON file, and `load` reads that. A retrofit of
+`patch` returns a `Retrofit`, `Retrofit.save` writes it to a small JSON file, and `load` reads that.
+`RetrofitRegressor` does all of it as scikit-learn has it, from parameters that are plain. A retrofit of
 the variant `closed` also predicts many tables of different shapes at once: `Retrofit.predict_ragged`,
 `Retrofit.predict_groups`.
 """

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pandas as pd
 from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.utils.validation import check_array, check_consistent_length, check_is_fitted, column_or_1d, validate_data
@@ -27,6 +26,7 @@ from .api import Retrofit, calibrate, load, patch, retrofit_from_dict
 from .checkpoints import SUFFIX
 from .hosts import Host, load_host
 from .patcher import check_tau
+from .ragged.groups import check_groups
 
 # ---- What a process keeps, so that clones need not calibrate anew -------------------------------
 
@@ -350,11 +350,13 @@ class RetrofitRegressor(RegressorMixin, BaseEstimator):
 
     def _long_table(self, X: Any, y: Any) -> tuple[pd.DataFrame, str]:
         """X with the target in a column of its own, and that column's name."""
-        if not isinstance(X, pd.DataFrame) or self.by not in X.columns:
-            raise ValueError(f"with by={self.by!r}, X is a DataFrame with a column of that name")
+        if not isinstance(X, pd.DataFrame):
+            raise ValueError(f"with by={self.by!r}, X is a DataFrame with that column, not a {type(X).__name__}")
         y = check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype="numeric", input_name="y")
         check_consistent_length(X, y)
         target = "target"
         while target in X.columns:
             target += "_"
-        return X.assign(**{target: np.asarray(y)}), target
+        table = X.assign(**{target: y})
+        check_groups(table, table, target=target, by=self.by)  # type: ignore[arg-type]
+        return table, target

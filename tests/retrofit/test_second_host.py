@@ -26,11 +26,13 @@ from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import audit, audit_report, audit_tables, report
 from oretrofit.patches import architectures
 from oretrofit.patches.architectures import spec_of
+from oretrofit.patches.host_spec import HostSpec
 from oretrofit.patches.operators import OTransformer
 from oretrofit.patches.tabpfn_v3 import OTabPFNV3
 from oretrofit.patches.tabpfn_v3_closed import ClosedTabPFNV3
 from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
-from oretrofit.retrofit import api
+from oretrofit.retrofit import api, tabpfn_api
+from oretrofit.retrofit.checkpoints import RetrofitArchitecture
 from oretrofit.retrofit.patcher import patch_model, unpatch
 
 # --- The made-up architecture, as a file in `patches` would have it ---
@@ -197,6 +199,18 @@ def test_patched(second, tiny_host, predict, variant):
     assert json.dumps(tables[0]).replace("MadeUp", "TabPFNV3") == json.dumps(ours_in(tables[1]))
 
 
+def test_saved_as_a_checkpoint(second, predict, tmp_path, monkeypatch):
+    # As importing `checkpoints` does for those that are in HOST_SPECS by then.
+    monkeypatch.setitem(tabpfn_api.ARCHITECTURES, "oretrofit_made_up", RetrofitArchitecture(MADE_UP))
+    retrofit, file = patch(second, "closed", tau=1e-3), tmp_path / "made-up-v3.safetensors"
+    retrofit.save_checkpoint(file)
+    expected = predict(retrofit.specs)
+    assert np.array_equal(predict(str(file)), expected)
+    assert np.array_equal(predict(oretrofit.load(file).specs), expected)
+    with pytest.raises(HostError, match="is a retrofit"):
+        load_host(file)
+
+
 def test_ragged(second, tiny_host):
     rng = np.random.default_rng(0)
     shapes = [(12, 3, 2), (20, 5, 4), (9, 1, 3)]
@@ -258,7 +272,8 @@ def test_nothing_outside_patches_names_a_module_or_class_of_v3(tiny_host):
     classes = {name for name, kind in vars(tabpfn_v3).items() if getattr(kind, "__module__", "") == tabpfn_v3.__name__}
     # The projections of the package's own attention have the names of v3's.
     v3s = classes | parts(tiny_host.model) - parts(OTransformer(4, 2, 1)) | {*PARTS, "tabpfn_v3"}
-    assert {"TabPFNV3", "parse_config", "x_embed", "layernorm_q", "softmax_scaling_layer"} <= v3s
+    v3s -= {field.name for field in dataclasses.fields(HostSpec)}  # `parse_config`, which is asked of the spec
+    assert {"TabPFNV3", "get_architecture", "x_embed", "layernorm_q", "softmax_scaling_layer"} <= v3s
     package = Path(oretrofit.__file__).parent
     files = [file for part in ("calibration", "retrofit", "experiments") for file in (package / part).rglob("*.py")]
     found = {
