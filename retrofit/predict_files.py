@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..calibration.settings import HOST, PRECISIONS, TABLES
 from .files import check_writable
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from .long_table import LongTable
     from .ragged import RaggedReport
 
-PRECISIONS = ("auto", "float32", "float64", "autocast")
 OUT_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".parquet")  # in any case
 
 # Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
@@ -118,7 +118,7 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
 
     import torch
 
-    from .api import DEFAULT_TABLES, load, patch
+    from .api import load, patch
     from .hosts import load_host
     from .long_table import read_groups
     from .ragged import RaggedReport, check_groups
@@ -133,9 +133,9 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
         closed = load(options.retrofit, options.host)
         _check_limits(closed.host.inference_config, table, train.name)
     else:
-        host = load_host(options.host or "small")
+        host = load_host(options.host or HOST)
         _check_limits(host.inference_config, table, train.name)
-        done, count = begin("Calibrating", DEFAULT_TABLES), itertools.count(1)
+        done, count = begin("Calibrating", TABLES), itertools.count(1)
         closed = patch(host, "closed", device=device, on_table=lambda: done(next(count)))
 
     rows = np.flatnonzero(~table.test[by].isin(list(table.faulty)))
