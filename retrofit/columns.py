@@ -261,10 +261,10 @@ class _Column:
     def _text(self) -> None:
         """Text in one table at least: numbers or dates if all tables are, or all but a few words in the first."""
         text, n = _Text(self.sides), range(len(self.tables))
-        of_numbers = [notations.truth, notations.lengths_of_time, *_number_notations(self.tables)]
-        common = [way for way in [*of_numbers, notations.dates] if all(text.fits(i, way) for i in n)]
-        if common:
-            return self._read(text, [common[0]] * len(n))
+        of_numbers = [*_number_notations(self.tables), notations.truth, notations.lengths_of_time]
+        for way in [*of_numbers, notations.dates]:
+            if all(text.fits(i, way) for i in n):
+                return self._read(text, [way] * len(n))
         own = [[way for way in of_numbers if text.fits(i, way)] for i in n]
         if all(own):
             return self._read(text, [ways[0] for ways in own])
@@ -273,12 +273,13 @@ class _Column:
         if self._is_but_for_strays(text, way):
             return self._read(text, [way] * len(n))
         self._refuse_unlike(text)
-        labels = [side.values.astype(object).map(as_text, na_action="ignore") for side in self.sides]
         self._mixed_note(text, way)
-        return self._label(labels)
+        return self._label([_labels(side) for side in self.sides])
 
     def _is_but_for_strays(self, text: _Text, way: _Notation) -> bool:
         """Whether the first table's cells are written so, but for marks and a few words that no other table knows."""
+        if any(side.kind not in ("text", "nothing", _kind(way)) for side in self.sides):
+            return False
         words = {cell for cell in text.strays(0, way) if not notations.is_mark(cell)}
         known_elsewhere = any(words & set(text.strays(i, way)) for i in range(1, len(self.tables)))
         few = len(text.rows(0, words)) <= _FEW * text.filled(0)
@@ -287,7 +288,7 @@ class _Column:
     def _read(self, text: _Text, ways: Sequence[_Notation]) -> None:
         self.kind = _kind(ways[0])
         what = {"numbers": "number", "dates": "date like 2024-12-31"}[self.kind]
-        if self.kind == "dates":
+        if self.kind == "dates" and text.parsed(notations.dates).tz is not None:
             self._check_offsets(text)
         values = [text.read(i, way) for i, way in enumerate(ways)]
         if all(way is notations.truth for way in ways) and all(series.notna().all() for series in values):
@@ -332,17 +333,15 @@ class _Column:
                 raise ValueError(
                     f"{self.places[i]}: {text.example(i, dates)} looks like a date; write dates as 2024-12-31"
                 )
-        known = set(self.sides[0].values.dropna().map(as_text))
-        for i in range(1, len(self.sides)):
-            if not known or not text.filled(i):
+        known, *others = [_labels(side).dropna() for side in self.sides]
+        for i, labels in enumerate(others, start=1):
+            if not len(known) or not len(labels):
                 continue
-            values = self.sides[i].values.dropna().map(as_text)
             for way in (notations.dates, *_number_notations(self.tables)):
-                if text.fits(i, way) and (_kind(way) == "dates" or not known & set(values)):
-                    first = self.sides[0].values.dropna()
+                if text.fits(i, way) and (_kind(way) == "dates" or not labels.isin(known).any()):
                     raise ValueError(
-                        f"{self.places[i]} holds {_kind(way)}, such as {values.iloc[0]!r} (row {values.index[0] + 1}), "
-                        f"and that of {self.tables[0].name} does not: {first.iloc[0]!r} (row {first.index[0] + 1})"
+                        f"{self.places[i]} holds {_kind(way)}, such as {labels.iloc[0]!r} (row {labels.index[0] + 1}), "
+                        f"and that of {self.tables[0].name} does not: {known.iloc[0]!r} (row {known.index[0] + 1})"
                     )
 
     def _mixed_note(self, text: _Text, way: _Notation) -> None:
@@ -359,8 +358,7 @@ class _Column:
             or (side.kind == "categories" and pd.api.types.is_numeric_dtype(side.values.cat.categories.dtype))
             for side in self.sides
         ]
-        labels = [side.values.astype(object) for side in self.sides]
-        self._label(labels if all(numeric) else [series.map(as_text, na_action="ignore") for series in labels])
+        self._label([side.values.astype(object) if all(numeric) else _labels(side) for side in self.sides])
 
     def _label(self, labels: list[pd.Series]) -> None:
         self.kind = "categories"
@@ -371,12 +369,18 @@ class _Column:
                     f"{place}: {new.nunique()} of {series.nunique()} categories do not occur in {self.tables[0].name}, "
                     f"such as {new.iloc[0]!r} (row {new.index[0] + 1})"
                 )
-        levels = sorted(set().union(*(series.dropna() for series in labels)))
+        levels = sorted(set().union(*(series.dropna().unique() for series in labels)))
         if levels and isinstance(levels[0], str) and not np.isnan(notations.plain(levels)).all():
             # TabPFN takes categories that are spelled like numbers for numbers, and codes them in another way.
             levels = [f"={level}" for level in levels]
             labels = [series.map("={}".format, na_action="ignore") for series in labels]
         self.values = [pd.Series(pd.Categorical(series, categories=levels)) for series in labels]
+
+
+def _labels(side: Typed) -> pd.Series:
+    """What names a column's values, as text."""
+    values = side.values.astype(object)
+    return values if side.kind == "text" else values.map(as_text, na_action="ignore")
 
 
 def _undeclared(side: Typed) -> Typed:

@@ -83,6 +83,8 @@ def _typed_objects(values: pd.Series, place: str) -> Typed:
 
     if all_are(str):
         return Typed("text", values)
+    if all_are(_DURATION):  # numpy's count as integers, too
+        return Typed("numbers", each(lambda cell: pd.Timedelta(cell).total_seconds()), plain=False)
     if all_are(_NUMBER):
         return Typed("numbers", each(float), not all_are((bool, np.bool_)))
     if all_are(pd.Period):
@@ -90,8 +92,6 @@ def _typed_objects(values: pd.Series, place: str) -> Typed:
     if all_are(datetime.time):
         seconds = each(lambda t: 3600 * t.hour + 60 * t.minute + t.second + t.microsecond / 1e6)
         return Typed("numbers", seconds, plain=False)
-    if all_are(_DURATION):
-        return Typed("numbers", each(lambda cell: pd.Timedelta(cell).total_seconds()), plain=False)
     if all_are(_DATE):
         aware = [getattr(cell, "tzinfo", None) is not None for cell in cells]
         if any(aware) and not all(aware):
@@ -143,6 +143,6 @@ def floats(values: pd.Series) -> pd.Series:
 
 def as_text(value: Any) -> str:
     """A value as a CSV file would have it, whole numbers without a point."""
-    if isinstance(value, _NUMBER) and not isinstance(value, (bool, np.bool_)):
+    if isinstance(value, _NUMBER) and not isinstance(value, (bool, np.bool_, *_DURATION)):
         return str(int(value)) if np.isfinite(float(value)) and value == int(value) else str(value)
     return str(value)

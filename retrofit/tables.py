@@ -153,11 +153,13 @@ def _read_csv(name: str, content: bytes, group: Hashable | None) -> Table:
     rows: list[list[str]] = []
     try:
         for row in reader:
-            if len(row) > 1 or (row and row[0].strip()):
+            if rows or any(cell.strip() for cell in row):
                 rows.append(row)
                 lines.append(reader.line_num)
     except csv.Error as error:
         raise ValueError(f"line {reader.line_num}: {error}") from None
+    while rows and not rows[-1]:
+        rows.pop()
     if not rows:
         raise ValueError("it is empty; a first line with the columns' names is needed")
     header, *rows = rows
@@ -186,6 +188,11 @@ def _cells(cells: tuple[str, ...], names_group: bool) -> list[str | None]:
 def _aligned(header: list[str], rows: list[list[str]], lines: list[int]) -> tuple[list[list[str]], list[str] | None]:
     """Rows as long as the header, and the names in front of them if there are any, as R writes them."""
     width = len(header)
+    if width == 1:  # here an empty line is an empty cell
+        rows = [row or [""] for row in rows]
+    else:
+        filled = [i for i, row in enumerate(rows) if len(row) > 1 or "".join(row).strip()]
+        rows, lines = [rows[i] for i in filled], [lines[i] for i in filled]
     if rows and all(len(row) == width + 1 for row in rows):
         if any(row[-1].strip() for row in rows):
             return [row[1:] for row in rows], [row[0] for row in rows]
