@@ -6,7 +6,8 @@
     retrofit = oretrofit.patch("small", variant="full-o")
     regressor = TabPFNRegressor(model_path=retrofit.specs)
 
-`patch` returns a `Retrofit`, `Retrofit.save` writes it to a small JSON file, and `load` reads that. A retrofit of
+`patch` returns a `Retrofit`, `Retrofit.save` writes it to a small JSON file, and `load` reads that.
+`RetrofitRegressor` does all of it as scikit-learn has it, from parameters that are plain. A retrofit of
 the variant `closed` also predicts many tables of different shapes at once: `Retrofit.predict_ragged`,
 `Retrofit.predict_groups`.
 """
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     from .calibration.variants import VARIANTS
     from .patches.structure import Structure
     from .retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
+    from .retrofit.estimator import RetrofitRegressor
     from .retrofit.hosts import Host, HostError, load_host
     from .retrofit.patcher import PatchError, Site, unpatch
-    from .retrofit.ragged import RaggedReport, TableError
+    from .retrofit.ragged.predicting import TableError
+    from .retrofit.ragged.report import RaggedReport
     from .retrofit.tabpfn_api import TabPFNDriftError
 
 __all__ = [
@@ -34,6 +37,7 @@ __all__ = [
     "RaggedReport",
     "Retrofit",
     "RetrofitError",
+    "RetrofitRegressor",
     "Site",
     "Structure",
     "TabPFNDriftError",
@@ -51,13 +55,14 @@ _HOMES = {
     "Host": "retrofit.hosts",
     "HostError": "retrofit.hosts",
     "PatchError": "retrofit.patcher",
-    "RaggedReport": "retrofit.ragged",
+    "RaggedReport": "retrofit.ragged.report",
     "Retrofit": "retrofit.api",
     "RetrofitError": "retrofit.api",
+    "RetrofitRegressor": "retrofit.estimator",
     "Site": "retrofit.patcher",
     "Structure": "patches.structure",
     "TabPFNDriftError": "retrofit.tabpfn_api",
-    "TableError": "retrofit.ragged",
+    "TableError": "retrofit.ragged.predicting",
     "calibrate": "retrofit.api",
     "load": "retrofit.api",
     "load_host": "retrofit.hosts",

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
 from torch import nn
 
 from ..patches.architectures import spec_of
 from ..patches.presence import squared_norm
+from .predicting import fit_and_predict
 from .prior import Table, draw_sizes, draw_table
 
 # Values kept of one carrier in one forward pass, evenly spaced: quantiles need no more.
@@ -37,13 +37,9 @@ def split_table(table: Table) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.nd
 def predict_table(specs: ModelSpecs, table: Table, device: str = "cpu") -> np.ndarray:
     """Predicted means of a table's last third from its first two thirds, through TabPFN, in float32."""
     X_train, y_train, X_test, _ = split_table(table)
-    regressor = TabPFNRegressor(
-        model_path=specs,
-        device=device,
-        inference_precision=torch.float32,
-        categorical_features_indices=table.categorical,
+    return fit_and_predict(
+        specs, X_train, y_train, X_test, device=device, categorical_features_indices=table.categorical
     )
-    return regressor.fit(X_train, y_train).predict(X_test)
 
 
 def measure_carriers(

@@ -13,12 +13,19 @@ DELTA = 1e-3
 QUANTILE = 0.01
 TABLES = 16
 SEED = 20_000
+HELD_OUT = 10_000  # what is added to that seed for tables that check a calibration
 
 # How the experiments compare.
 PAPER_VARIANTS = ("oa", "full-o")
+IDENTITY = "identity"  # the control: the code of full-o with gates too small to matter
 SEEDS = 3
 MAX_ROWS = 1000
 PRECISIONS = ("auto", "float32", "float64", "autocast")
+PRECISION = "float32"
+DEVICES = ("auto", "cpu", "cuda")
+MOST_SEEDS = 10_000  # splits of a dataset; a larger number is a seed in the wrong place
+
+PRETRAIN_STEPS = 7_500  # of the bundled host
 
 
 def check_delta(delta: float, quantile: float) -> None:
@@ -33,3 +40,10 @@ def check_seed(seed: int) -> None:
     """Raise `ValueError` unless `seed` is one for numpy's and scikit-learn's generators."""
     if not 0 <= seed < 2**32:
         raise ValueError(f"a seed lies between 0 and {2**32 - 1}, got {seed}")
+
+
+def check_count(name: str, value: int, least: int = 1, most: int | None = None) -> None:
+    """Raise `ValueError`, with `name`, unless `least <= value <= most`."""
+    if value < least or (most is not None and value > most):
+        limit = f"at least {least}" if most is None else f"between {least} and {most}"
+        raise ValueError(f"{name} must be {limit}, not {value}")

@@ -69,9 +69,8 @@ def main() -> None:
     train, test = panel[~ahead], panel[ahead]
 
     retrofit = oretrofit.patch("small", variant="closed")
-    report = oretrofit.RaggedReport()
-    forecast = retrofit.predict_groups(
-        train, test, target="sales", by="shop", output_type="quantiles", quantiles=QUANTILES, report=report
+    forecast, report = retrofit.predict_groups(
+        train, test, target="sales", by="shop", output_type="quantiles", quantiles=QUANTILES, return_report=True
     )
 
     print(f"{report.tables} series, {report.batches} forward passes, {report.padding:.0%} padding")

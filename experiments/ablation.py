@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..patches.operators import OFFN, OAttention, OTransformer, OTransformerBlock
-from .report import Cells
+from ..retrofit.files import replacing
+from ..retrofit.terminal import Cells
 
 WIDTH, HEADS, TOKENS, NULLS = 64, 4, 16, 16
 
@@ -251,7 +252,8 @@ def plot_ablation(table: pd.DataFrame, file: Path) -> None:
     lower.set_xticks(range(len(labels)), labels, rotation=90 if len(labels) > 40 else 0)
     lower.set_xlim(-0.5, len(labels) - 0.5)
     figure.legend(*upper.get_legend_handles_labels(), loc="outside upper center", ncols=len(HOSTS), frameon=False)
-    figure.savefig(file)
+    with replacing(file) as part:
+        figure.savefig(part, format="png")
 
 
 def _place(block: int, sublayer: str) -> str:

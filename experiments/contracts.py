@@ -582,6 +582,13 @@ def table_cells(table: pd.DataFrame) -> dict[str, tuple[list[str], list[list[str
     return tables
 
 
+def failures(table: pd.DataFrame) -> list[str]:
+    """What to end with if rows failed, in a line; empty if none did."""
+    failed = table[[passed is False for passed in table["passed"]]]
+    names = "; ".join(f"{row.operator} {row.dtype} {row.property}" for row in failed.itertuples(index=False))
+    return [f"{len(failed)} of {len(table)} rows failed: {names}"] if len(failed) else []
+
+
 def notes() -> str:
     """What a reader of the tables has to know."""
     return (

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 from sklearn.model_selection import train_test_split
 
+from ..calibration.cases import Case
 from ..retrofit.columns import Table, read_columns, read_target
 from ..retrofit.tables import read_table
 
@@ -49,22 +50,6 @@ class Dataset:
     X: pd.DataFrame
     y: np.ndarray
     target: str
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """One train/test split of a dataset, as decided by a seed.
-
-    `categorical` holds the indices of numeric columns that are codes; None leaves that to TabPFN.
-    """
-
-    dataset: str
-    seed: int
-    X_train: pd.DataFrame
-    y_train: np.ndarray
-    X_test: pd.DataFrame
-    y_test: np.ndarray
-    categorical: list[int] | None = None
 
 
 def load_dataset(spec: str) -> Dataset:
@@ -138,6 +123,35 @@ def resolve_suite(spec: str) -> list[str]:
             _check_spec(part)
             specs.append(part)
     return list(dict.fromkeys(specs))
+
+
+def split_spec(spec: str) -> tuple[str, str] | None:
+    """(file, target) of a spec that names a file; None for others."""
+    kind, _, rest = spec.partition(":")
+    file, _, target = rest.rpartition("#")
+    return (file, target) if kind == "csv" else None
+
+
+def check_datasets(specs: Iterable[str]) -> None:
+    """Raise `DatasetError` now for a table on disk that is unusable; OpenML's are fetched when due."""
+    for spec in specs:
+        if not spec.startswith("openml:"):
+            load_dataset(spec)
+
+
+def read_suite(suite: str) -> list[str]:
+    """The datasets of a suite, each of which could be read. Raises `ValueError` for one that could not."""
+    try:
+        datasets = resolve_suite(suite)
+        check_datasets(datasets)
+    except ValueError as error:
+        raise ValueError(f"--suite: {error}") from error
+    return datasets
+
+
+def files_of(datasets: Iterable[str]) -> list[Path]:
+    """The files among datasets."""
+    return [Path(found[0]) for found in map(split_spec, datasets) if found]
 
 
 def make_case(dataset: Dataset, seed: int, max_train_rows: int = 1000, max_test_rows: int = 500) -> Case:

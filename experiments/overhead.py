@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import torch
-from tabpfn.architectures.tabpfn_v3 import TabPFNV3
+from torch import nn
 
 from ..calibration.variants import VARIANTS
 from ..retrofit.api import patch
@@ -21,10 +21,10 @@ _TAU = 1e-3
 def measure_overhead(
     host: Host,
     *,
-    rows: int = 1000,
+    rows: int,
+    columns: int,
+    rounds: int,
     test_rows: int = 100,
-    columns: int = 10,
-    rounds: int = 7,
     device: str = "cpu",
     on_round: Callable[[str], None] | None = None,
 ) -> pd.DataFrame:
@@ -37,16 +37,16 @@ def measure_overhead(
     Args:
         host: Any v3 regressor.
         rows: Train rows.
-        test_rows: Test rows.
         columns: Feature columns, as the model sees them.
         rounds: Counted rounds.
+        test_rows: Test rows.
         device: `cpu` or `cuda`.
         on_round: Called with a line of text after each round.
 
     Returns:
         A row a variant: `variant`, `ratio`, `host_seconds` and `variant_seconds` (medians), `rounds`.
     """
-    models: dict[str, TabPFNV3] = {"host": host.specs.model}
+    models: dict[str, nn.Module] = {"host": host.specs.model}
     models |= {variant: patch(host, variant, tau=_TAU).model for variant in VARIANTS}
     models = {name: model.to(device).eval() for name, model in models.items()}
     rng = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def measure_overhead(
     )
 
 
-def _forward_seconds(model: TabPFNV3, x_RBC: torch.Tensor, y_N: torch.Tensor) -> float:
+def _forward_seconds(model: nn.Module, x_RBC: torch.Tensor, y_N: torch.Tensor) -> float:
     def synchronize() -> None:
         if x_RBC.is_cuda:
             torch.cuda.synchronize()

@@ -8,7 +8,6 @@ Shape suffixes: R rows, N train rows, B tables in the batch, C columns, L bucket
 
 from __future__ import annotations
 
-import csv
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -17,13 +16,20 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.random import Generator
-from tabpfn.architectures.shared.bar_distribution import FullSupportBarDistribution
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3, TabPFNV3Config, get_architecture
-from tabpfn.checkpoint import save_as_safetensors
-from tabpfn.inference_config import InferenceConfig
-from tabpfn.preprocessing import PreprocessorConfig
 
 from ..calibration.prior import draw_sizes, draw_table
+from ..calibration.settings import PRETRAIN_STEPS
+from ..retrofit.files import replacing, write_text
+from ..retrofit.tabpfn_api import (
+    FullSupportBarDistribution,
+    InferenceConfig,
+    PreprocessorConfig,
+    save_as_safetensors,
+)
+from .folders import append_line, held
+
+HOST_FILE = "oretrofit-small-v3-regressor.safetensors"
 
 SMALL_CONFIG = {
     "embed_dim": 32,
@@ -57,7 +63,7 @@ class PretrainSettings:
         batch_rows: Most rows (rows x tables) in a batch.
     """
 
-    steps: int = 7_500
+    steps: int = PRETRAIN_STEPS
     seed: int = 0
     learning_rate: float = 3e-3
     warmup: int = 100
@@ -70,8 +76,9 @@ class PretrainSettings:
 
 def new_host(seed: int) -> TabPFNV3:
     """The small host with freshly initialised weights."""
-    torch.manual_seed(seed)
-    return get_architecture(TabPFNV3Config(**SMALL_CONFIG))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_architecture(TabPFNV3Config(**SMALL_CONFIG))
 
 
 def host_inference_config() -> InferenceConfig:
@@ -92,15 +99,14 @@ def save_host(model: TabPFNV3, path: Path) -> None:
 
     TabPFN reads the version off the file's name, so `path` must contain `v3`.
     """
-    save_as_safetensors(
-        {
-            "state_dict": model.state_dict(),
-            "config": asdict(model.config),
-            "architecture_name": "tabpfn_v3",
-            "inference_config": asdict(host_inference_config()),
-        },
-        path,
-    )
+    content = {
+        "state_dict": model.state_dict(),
+        "config": asdict(model.config),
+        "architecture_name": "tabpfn_v3",
+        "inference_config": asdict(host_inference_config()),
+    }
+    with replacing(path) as part:
+        save_as_safetensors(content, part)
 
 
 def draw_batch(rng: Generator, settings: PretrainSettings) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -168,34 +174,34 @@ def _rate(step: int, settings: PretrainSettings) -> float:
 
 
 def pretrain(
-    settings: PretrainSettings, folder: Path, *, threads: int | None = None, log_every: int = 25, save_every: int = 250
+    settings: PretrainSettings, folder: Path, *, log_every: int = 25, save_every: int = 250
 ) -> Iterator[tuple[int, float]]:
     """Train the host, resuming from `folder` when it holds an earlier state.
 
-    Yields (step, mean loss since the last yield) every `log_every` steps: the negative log-likelihood of
-    the bar distribution over standardised targets. Raises `ValueError` if `folder` holds a run with
-    other settings. Writes `state.pt` (to resume), `loss.csv`, and
-    at the end `oretrofit-small-v3-regressor.safetensors` into `folder`.
+    Writes `state.pt` (to resume), `loss.csv`, and at the end `oretrofit-small-v3-regressor.safetensors` into
+    `folder`, as its only writer.
+
+    Yields:
+        (step, mean loss since the last yield) every `log_every` steps: the negative log-likelihood of the bar
+        distribution over standardised targets.
+
+    Raises:
+        ValueError: The folder is in use, holds a run with other settings, or a file that cannot be read.
+        OSError: It cannot be written to.
     """
-    if threads:
-        torch.set_num_threads(threads)
     folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        yield from _train(settings, folder, log_every, save_every)
+
+
+def _train(settings: PretrainSettings, folder: Path, log_every: int, save_every: int) -> Iterator[tuple[int, float]]:
     state_file, log_file = folder / "state.pt", folder / "loss.csv"
     model = new_host(settings.seed).train()
     distribution = FullSupportBarDistribution(model.regression_borders.clone())
     optimizers = _optimizers(model, settings)
-    start, losses, began = 0, [], time.monotonic()
-    if state_file.exists():
-        state = torch.load(state_file, weights_only=True)
-        if state["settings"] != asdict(settings):
-            raise ValueError(f"{folder} holds a run with other settings, {state['settings']}; choose another folder")
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        start = state["step"]
-    logged = log_file.read_text().splitlines()[1:] if log_file.exists() else []
-    kept = [line for line in logged if int(line.split(",")[0]) <= start]
-    log_file.write_text("\n".join(["step,loss,seconds", *kept]) + "\n")
+    losses, began = [], time.monotonic()
+    start = _restore(state_file, settings, model, optimizers) if state_file.exists() else 0
+    write_text(log_file, "".join(f"{line}\n" for line in ["step,loss,seconds", *_logged(log_file, start)]))
 
     for step in range(start, settings.steps):
         x_RBC, y_RB, train = draw_batch(np.random.default_rng([settings.seed, step]), settings)
@@ -212,8 +218,7 @@ def pretrain(
         losses.append(loss.item())
         done = step + 1
         if done % log_every == 0 or done == settings.steps:
-            with log_file.open("a", newline="") as f:
-                csv.writer(f).writerow([done, f"{np.mean(losses):.4f}", f"{time.monotonic() - began:.0f}"])
+            append_line(log_file, f"{done},{np.mean(losses):.4f},{time.monotonic() - began:.0f}")
             yield done, float(np.mean(losses))
             losses = []
         if done % save_every == 0 or done == settings.steps:
@@ -223,6 +228,35 @@ def pretrain(
                 "step": done,
                 "settings": asdict(settings),
             }
-            torch.save(state, state_file.with_suffix(".tmp"))
-            state_file.with_suffix(".tmp").replace(state_file)
-    save_host(model.eval(), folder / "oretrofit-small-v3-regressor.safetensors")
+            with replacing(state_file) as part:
+                torch.save(state, part)
+    save_host(model.eval(), folder / HOST_FILE)
+
+
+def _restore(file: Path, settings: PretrainSettings, model: TabPFNV3, optimizers: list[torch.optim.Optimizer]) -> int:
+    """Put an earlier run's state on model and optimizers; the number of steps that it had done."""
+    try:
+        state = torch.load(file, weights_only=True)
+        stored, step, of_model, of_optimizers = (state[name] for name in ("settings", "step", "model", "optimizers"))
+    except OSError:
+        raise
+    except Exception as error:  # torch raises its own, pickle's and zipfile's
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{file} is no state of a training ({reason}); remove it, or choose another --out") from error
+    if stored != asdict(settings):
+        raise ValueError(f"{file.parent} holds a run with other settings, {stored}; choose another --out")
+    model.load_state_dict(of_model)
+    for optimizer, saved in zip(optimizers, of_optimizers, strict=True):
+        optimizer.load_state_dict(saved)
+    return step
+
+
+def _logged(file: Path, start: int) -> list[str]:
+    """The lines of an earlier run's log, up to the state that is resumed from."""
+    try:
+        lines = (
+            file.read_text(encoding="utf-8").split("\n")[1:-1] if file.exists() else []
+        )  # the last may be half a line
+        return [line for line in lines if int(line.split(",")[0]) <= start]
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise ValueError(f"{file} is no log of a training ({error}); remove it, or choose another --out") from error

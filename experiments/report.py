@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+
+from ..retrofit.check import largest
+from ..retrofit.files import replacing, write_json, write_text
+from ..retrofit.terminal import Cells
+from .datasets import BUNDLED_TARGETS
+from .style import OTHER_STYLE, STYLES, short_datasets
 
 # What the paper reports: mean RMSE change over 18 matched cases of its own.
 PAPER: dict[str, Any] = {
@@ -18,41 +24,37 @@ PAPER: dict[str, Any] = {
     "mean_rmse_delta_pct": {"oa": 0.088, "full-o": 0.177},
 }
 
-# How the site table shortens the names of TabPFN's modules.
-SHORT_NAMES = {
-    "feature_distribution_embedder.layers": "emb",
-    "column_aggregator": "agg",
-    "icl_blocks": "icl",
-    "cross_attn_block": "ca",
-    "layernorm": "ln",
-}
+# A host whose RMSE is more than this many times that of predicting the train rows' mean is broken on that case: what a
+# patch changes there says nothing about the patch. (A host that has learnt nothing is near 1.)
+BROKEN = 3.0
 
 _RESAMPLES = 10_000
-STYLES = {"identity": ("s", "#8c8c8c"), "oa": ("o", "#1f6fb4"), "full-o": ("^", "#c8501e"), "closed": ("D", "#2b8a3e")}
-
-Cells = tuple[list[str], list[list[str]]]
 
 
 def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Summarise the rows of `evaluate.case_rows` per variant.
 
     Returns:
-        For each variant: `cases`; `mean_`, `median_` and `worst_rmse_delta_pct` (the largest);
-        `ci95_pct`, `[low, high]` of the mean by a percentile bootstrap over cases, which are not
-        independent where they share a dataset; `wins` and `losses` (RMSE below and above the
-        host's); `mean_nll_delta`; `max_abs_diff_sd`; `time_ratio` and `peak_memory_ratio` (medians
-        over cases of variant / host; None where unknown).
+        For each variant: `cases`; `mean_`, `median_`, `largest_` (the largest change, of either sign) and
+        `worst_rmse_delta_pct` (the largest increase); `ci95_pct`, `[low, high]` of the mean by a
+        percentile bootstrap over cases, which are not independent where they share a dataset;
+        `mean_rmse_delta_pct_without_broken`, over the cases whose host is not broken (None without any);
+        `wins` and `losses` (RMSE below and above the host's); `mean_nll_delta`; `max_abs_diff_sd`;
+        `time_ratio` and `peak_memory_ratio` (medians over cases of variant / host; None where unknown).
     """
     summary = {}
     for variant, group in rows.groupby("variant", sort=False) if len(rows) else []:
         delta = group["rmse_delta_pct"].to_numpy()
+        sound = delta[~is_broken(group)]
         memory = (group["variant_peak_mb"].astype(float) / group["host_peak_mb"].astype(float)).median()
         summary[str(variant)] = {
             "cases": len(group),
             "mean_rmse_delta_pct": float(delta.mean()),
             "median_rmse_delta_pct": float(np.median(delta)),
+            "largest_rmse_delta_pct": float(largest(delta)),
             "worst_rmse_delta_pct": float(delta.max()),
             "ci95_pct": bootstrap_ci(delta),
+            "mean_rmse_delta_pct_without_broken": float(sound.mean()) if len(sound) else None,
             "wins": int((group["variant_rmse"] < group["host_rmse"]).sum()),
             "losses": int((group["variant_rmse"] > group["host_rmse"]).sum()),
             "mean_nll_delta": float((group["variant_nll"] - group["host_nll"]).mean()),
@@ -63,31 +65,63 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     return summary
 
 
-def write_report(
-    folder: Path, settings: dict[str, Any], rows: pd.DataFrame, failed: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    """Write `summary.json`, `table.md` and, if any case finished, `deltas.png`; return the summary.
+def is_broken(rows: pd.DataFrame) -> np.ndarray:
+    """Of each row whether the host is broken on its case; see `BROKEN`. (In rows of earlier versions unknown: no.)"""
+    if "train_mean_rmse" not in rows:
+        return np.zeros(len(rows), dtype=bool)
+    return (rows["host_rmse"] > BROKEN * rows["train_mean_rmse"].astype(float)).to_numpy()
 
-    Raises `OSError` if the folder cannot be written to.
+
+def make_summary(settings: dict[str, Any], rows: pd.DataFrame, failed: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """What `summary.json` holds.
+
+    Returns:
+        `settings`, `variants` (see `summarize`), `failed`, `broken_host` (cases, with the host's RMSE and that of
+        predicting the train mean), and `paper`: what the paper reports, where our own figures are made (the
+        bundled host on the bundled tables); None elsewhere.
     """
-    summary = {"settings": settings, "paper": PAPER, "variants": summarize(rows), "failed": list(failed)}
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    (folder / "table.md").write_text(_markdown(summary, rows))
+    is_ours = settings["host"]["name"] == "small" and set(settings["datasets"]) == set(BUNDLED_TARGETS)
+    broken = rows[is_broken(rows)].drop_duplicates(["dataset", "seed"]) if len(rows) else rows
+    named = ["dataset", "seed", "host_rmse", "train_mean_rmse"]
+    return {
+        "settings": settings,
+        "paper": PAPER if is_ours else None,
+        "variants": summarize(rows),
+        "broken_host": broken[named].to_dict("records") if len(broken) else [],
+        "failed": list(failed),
+    }
+
+
+def report_files(summary: dict[str, Any], rows: pd.DataFrame) -> dict[str, Callable[[Path], None]]:
+    """What writes each file of a report: `summary.json`, `table.md` and, if any case finished, `deltas.png`."""
+    names = short_datasets(summary["settings"]["datasets"])
+    files: dict[str, Callable[[Path], None]] = {
+        "summary.json": partial(write_json, summary),
+        "table.md": partial(_write_markdown, summary, rows),
+    }
     if len(rows):
-        plot_deltas(rows, folder / "deltas.png")
-    return summary
+        files["deltas.png"] = partial(plot_deltas, rows, names)
+    return files
 
 
-def summary_cells(variants: dict[str, dict[str, Any]]) -> Cells:
+def summary_cells(summary: dict[str, Any]) -> Cells:
     """Header and cells of the summary table: a column a variant, so that it fits a terminal."""
-    paper = PAPER["mean_rmse_delta_pct"]
+    variants = summary["variants"]
+    paper = summary["paper"]["mean_rmse_delta_pct"] if summary["paper"] else {}
     lines: dict[str, Callable[[str, dict[str, Any]], str]] = {
         "cases": lambda _, s: str(s["cases"]),
         "mean change, %": lambda _, s: percent(s["mean_rmse_delta_pct"]),
         "  95 % CI": lambda _, s: " to ".join(map(percent, s["ci95_pct"])),
         "  median": lambda _, s: percent(s["median_rmse_delta_pct"]),
-        "  worst": lambda _, s: percent(s["worst_rmse_delta_pct"]),
-        "  paper's mean*": lambda name, _: f"{paper[name]:+.3f}" if name in paper else "",
+        "  largest": lambda _, s: percent(s["largest_rmse_delta_pct"]),
+    }
+    if summary["broken_host"]:
+        lines["  mean without †"] = lambda _, s: (
+            "–" if s["mean_rmse_delta_pct_without_broken"] is None else percent(s["mean_rmse_delta_pct_without_broken"])
+        )
+    if paper.keys() & variants.keys():
+        lines["  paper's mean*"] = lambda name, _: f"{paper[name]:+.3f}" if name in paper else ""
+    lines |= {
         "wins : losses": lambda _, s: f"{s['wins']} : {s['losses']}",
         "NLL change": lambda _, s: f"{s['mean_nll_delta']:+.2g}",
         "largest shift": lambda _, s: f"{s['max_abs_diff_sd']:.2g}",
@@ -102,100 +136,66 @@ def percent(value: float) -> str:
     return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-5 else f"{value:+.0e}"
 
 
-def case_cells(rows: pd.DataFrame) -> Cells:
-    """Header and cells of the per-case table, a row a case, the variants' RMSE changes in columns."""
+def case_cells(rows: pd.DataFrame, names: Mapping[str, str]) -> Cells:
+    """Header and cells of the per-case table, a row a case, the variants' RMSE changes in columns.
+
+    `names` are the datasets' short names; a broken host's RMSE is marked.
+    """
     deltas = rows.pivot_table(index=["dataset", "seed"], columns="variant", values="rmse_delta_pct", sort=False)
-    cases = rows.drop_duplicates(["dataset", "seed"]).set_index(["dataset", "seed"])
+    cases = rows.assign(broken=is_broken(rows)).drop_duplicates(["dataset", "seed"]).set_index(["dataset", "seed"])
     variants = list(rows["variant"].unique())
     cells = []
     for (dataset, seed), case in cases.iterrows():  # type: ignore[misc]
         changes = (percent(deltas.loc[(dataset, seed), variant]) for variant in variants)
         shape = f"{case['n_train']} + {case['n_test']} x {case['n_columns']}"
-        cells.append([short_name(dataset), str(seed), shape, f"{case['host_rmse']:.5g}", *changes])
+        host = f"{case['host_rmse']:.5g}" + (" †" if case["broken"] else "")
+        cells.append([names[dataset], str(seed), shape, host, *changes])
     return ["dataset", "seed", "rows x columns", "host RMSE", *variants], cells
 
 
-def case_line(variants: Sequence[dict[str, Any]]) -> str:
-    """A finished case in one line, from its records."""
+def case_line(variants: Sequence[dict[str, Any]], names: Mapping[str, str]) -> str:
+    """A finished case in one line, from its records; `names` are the datasets' short names."""
     first = variants[0]
     changes = ", ".join(f"{record['variant']} {percent(record['rmse_delta_pct'])} %" for record in variants)
     seconds = first["host_seconds"] + sum(record["variant_seconds"] for record in variants)
-    name = f"{short_name(first['dataset'])} seed {first['seed']}"
+    name = f"{names[first['dataset']]} seed {first['seed']}"
     return f"{name}: host RMSE {first['host_rmse']:.5g}, {changes} ({seconds:.0f} s)"
 
 
-def site_cells(sites: pd.DataFrame) -> dict[str, Cells]:
-    """Header and cells of `Retrofit.table`, by what became of the class.
-
-    Names are shortened as in `SHORT_NAMES`; the columns in percent are quantiles of `||h||^2`.
-    """
-    header = ["site", "carrier", "tau"]
-    calibrated = "sq_norm_q50" in sites
-    if calibrated:
-        header += ["1 %", "50 %", "99 %", "p min", "p med."]
-    tables = {}
-    for (host_class, o_class), group in sites.groupby(["host_class", "o_class"], sort=False):
-        cells = []
-        for site in group.to_dict("records"):
-            name = site["name"]
-            for long, short in SHORT_NAMES.items():
-                name = name.replace(long, short)
-            row = [name, site["carrier"].replace("receiver and source", "both"), f"{site['tau']:.3g}"]
-            if calibrated:
-                row += [_short_number(site[f"sq_norm_q{q}"]) for q in ("01", "50", "99")]
-                row += [f"{site[f'presence_{kind}']:.5f}" for kind in ("min", "median")]
-            cells.append(row)
-        tables[f"{host_class} -> {o_class}"] = (header, cells)
-    return tables
-
-
-def _short_number(value: float) -> str:
-    """At most six characters from 1e-4 to 1e6, for the narrow columns of the site table."""
-    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"
-
-
-def frame_cells(frame: pd.DataFrame) -> Cells:
-    """Header and cells of any table, numbers to four digits."""
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in frame.to_numpy(dtype=object)]
-    return [str(column).replace("_", " ") for column in frame.columns], cells
-
-
-def write_rows(frame: pd.DataFrame, file: Path) -> None:
-    """Write a table as a JSON list of rows; what is no finite number becomes null.
-
-    Raises `OSError` if the file cannot be written.
-    """
-    rows = [
-        {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in row.items()}
-        for row in frame.to_dict("records")
-    ]
-    file.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def notes() -> str:
+def notes(summary: dict[str, Any]) -> str:
     """What a reader of the summary table has to know."""
-    return (
-        f"* The paper's mean over {PAPER['cases']} cases: {PAPER['note']}. CI: percentile bootstrap over cases. NLL: "
-        "mean negative log-likelihood of the test targets. Largest shift: of a predicted mean, in standard deviations "
-        "of the training target. Time (fit and predict) and peak memory: medians over cases. identity: the code of "
-        "full-o with gates too small to matter; what it moves is the noise floor of this precision."
+    parts = []
+    if summary["broken_host"]:
+        names = short_datasets(summary["settings"]["datasets"])
+        cases = "; ".join(
+            f"{names[case['dataset']]} seed {case['seed']} ({case['host_rmse']:.3g}, the mean "
+            f"{case['train_mean_rmse']:.3g})"
+            for case in summary["broken_host"]
+        )
+        parts.append(
+            f"† The host itself is broken there: its RMSE is more than {BROKEN:g} times that of predicting the mean of "
+            f"the train rows, so that a change says nothing about the patch: {cases}."
+        )
+    if summary["paper"] and summary["paper"]["mean_rmse_delta_pct"].keys() & summary["variants"].keys():
+        parts.append(f"* The paper's mean over {summary['paper']['cases']} cases: {summary['paper']['note']}.")
+    parts.append(
+        "CI: percentile bootstrap over cases. Largest: the largest change, up or down. NLL: mean negative "
+        "log-likelihood of the test targets. Largest shift: of a predicted mean, in standard deviations of the "
+        "training target. Time (fit and predict) and peak memory: medians over cases. identity: the code of full-o "
+        "with gates too small to matter; what it moves is the noise floor of this precision."
     )
+    return " ".join(parts)
 
 
-def short_name(dataset: str) -> str:
-    """A dataset's spec, of a CSV file without its folders."""
-    return Path(dataset).name if dataset.startswith("csv:") else dataset
+def plot_deltas(rows: pd.DataFrame, names: Mapping[str, str], file: Path) -> None:
+    """Draw every case's RMSE change, and each variant's mean with its interval, as a PNG.
 
-
-def plot_deltas(rows: pd.DataFrame, file: Path) -> None:
-    """Draw every case's RMSE change, and each variant's mean with its interval.
-
-    Raises `OSError` if the file cannot be written.
+    `names` are the datasets' short names. Raises `OSError` if the file cannot be written.
     """
     from matplotlib.figure import Figure  # slow to import; without pyplot there is no backend to choose
 
     datasets, variants = list(rows["dataset"].unique()), list(rows["variant"].unique())
-    groups = [*map(short_name, datasets), "mean,\n95 % CI"]
+    groups = [*(names[dataset] for dataset in datasets), "mean,\n95 % CI"]
     figure = Figure(figsize=(max(5.2, 1.3 + 0.95 * len(groups)), 3.9), dpi=160, layout="constrained")
     axes = figure.add_subplot()
     set_change_scale(axes, rows)
@@ -204,7 +204,7 @@ def plot_deltas(rows: pd.DataFrame, file: Path) -> None:
     axes.axvline(len(datasets) - 0.5, color="black", linewidth=0.8)
     axes.axhline(0, color="black", linewidth=0.8)
     for i, variant in enumerate(variants):
-        marker, color = STYLES.get(variant, ("D", "#555555"))
+        marker, color = STYLES.get(variant, OTHER_STYLE)
         lane = 0.84 * ((i + 0.5) / len(variants) - 0.5)
         cases = rows[rows["variant"] == variant]
         seeds = sorted(cases["seed"].unique())
@@ -225,7 +225,8 @@ def plot_deltas(rows: pd.DataFrame, file: Path) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(variants), frameon=False, handletextpad=0.2)
-    figure.savefig(file)
+    with replacing(file) as part:
+        figure.savefig(part, format="png")
 
 
 def set_change_scale(axes: Any, rows: pd.DataFrame) -> None:
@@ -256,8 +257,9 @@ def bootstrap_ci(values: np.ndarray) -> list[float]:
     return [float(low), float(high)]
 
 
-def _markdown(summary: dict[str, Any], rows: pd.DataFrame) -> str:
+def _write_markdown(summary: dict[str, Any], rows: pd.DataFrame, file: Path) -> None:
     settings = summary["settings"]
+    names = short_datasets(settings["datasets"])
     used = settings["precision_used"]
     precision = settings["precision"] if settings["precision"] == used else f"{settings['precision']} ({used})"
     host = f"{settings['host']['name'] or 'given as an object'} (SHA-256 {settings['host']['sha256'][:12]})"
@@ -265,17 +267,15 @@ def _markdown(summary: dict[str, Any], rows: pd.DataFrame) -> str:
     parts = [
         "# RMSE change against the host, %",
         f"Host {host}, precision {precision}, device {device}, at most {settings['max_train_rows']} train rows.",
-        _markdown_table(*summary_cells(summary["variants"])),
-        notes().replace("*", "\\*"),
+        _markdown_table(*summary_cells(summary)),
+        notes(summary).replace("*", "\\*"),
     ]
     if summary["failed"]:
         parts += ["## Failed cases"]
-        parts += [
-            "\n".join(f"- {short_name(f['dataset'])}, seed {f['seed']}: {f['reason']}" for f in summary["failed"])
-        ]
+        parts += ["\n".join(f"- {names[f['dataset']]}, seed {f['seed']}: {f['reason']}" for f in summary["failed"])]
     if len(rows):
-        parts += ["## Cases", _markdown_table(*case_cells(rows))]
-    return "\n\n".join(parts) + "\n"
+        parts += ["## Cases", _markdown_table(*case_cells(rows, names))]
+    write_text(file, "\n\n".join(parts) + "\n")
 
 
 def _markdown_table(header: list[str], cells: list[list[str]]) -> str:

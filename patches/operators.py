@@ -1,5 +1,8 @@
 """The O-operators: each maps a zero token to zero and lets it change no other token.
 
+This holds whatever the host computes behind a zero token, NaN and inf too: what stands there is left out by
+selection, and gets the gradient 0.
+
 Shape suffixes: B batch, S receivers (queries), J sources (keys), H query heads, K key/value heads,
 D head width, E hidden width. Definitions: docs/theory.md, section 2 (after Gong, 2026).
 """
@@ -13,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .presence import add_gated, gate, gate_, log_presence, presence
+from .presence import add_gated, gate, gate_, log_presence, presence, tame, zero_at
 
 # CUDA's grid limit on batch x heads in one fused attention call (pytorch issue 142228).
 _CUDA_MAX_CALLS = 65_535
@@ -50,13 +53,17 @@ def oattention(
             there is any support, exactly 0 where there is none.
         scale: Score scale, `1 / sqrt(D)` by default.
 
-    Exactly 0 for a receiver with p_i = 0 and for one that sees no source with p_j > 0. Raises
-    `ValueError` if K does not divide H, or eps_den is negative or not finite.
+    Exactly 0 for a receiver with p_i = 0 and for one that sees no source with p_j > 0. Queries of such
+    receivers, keys and values of sources with p_j = 0, and what `additive` says of either may be anything,
+    NaN and inf too, and get the gradient 0. A source that is only hidden, by `visible` or `additive`, has to
+    be finite, as in torch's attention: its value is multiplied by 0. Raises `ValueError` if K does not
+    divide H, or eps_den is negative or not finite.
     """
+    null_B1S, massless_B1J = presence_BS[:, None] == 0, log_presence_BJ[:, None] == -math.inf
     out_BHSD, gate_BHS = oattention_ungated(
-        q_BHSD,
-        k_BKJD,
-        v_BKJD,
+        zero_at(null_B1S, q_BHSD),
+        zero_at(massless_B1J, k_BKJD),
+        zero_at(massless_B1J, v_BKJD),
         presence_BS=presence_BS,
         log_presence_BJ=log_presence_BJ,
         visible=visible,
@@ -81,7 +88,8 @@ def oattention_ungated(
 ) -> tuple[Tensor, Tensor]:
     """`oattention` and the gate it has yet to be multiplied with: (B, H, S, D), (B, H or 1, S).
 
-    For callers that gate behind a linear output projection, together with the residual.
+    For callers that gate behind a linear output projection, together with the residual, and whose queries,
+    keys and values are finite at tokens without presence (it takes three passes to see to that).
     """
     heads, kv_heads = q_BHSD.shape[1], k_BKJD.shape[1]
     if heads % kv_heads:
@@ -95,7 +103,10 @@ def oattention_ungated(
 
     bias = log_presence_BJ[:, None, None, :]
     if additive is not None:
-        bias = bias + additive
+        counts = bias > -torch.inf
+        if additive.ndim > 1 and additive.shape[-2] > 1:
+            counts = counts & (presence_BS > 0)[:, None, :, None]
+        bias = torch.where(counts, bias + additive, -torch.inf)  # -inf + inf is NaN
     if visible is not None:
         bias = torch.where(visible, bias, -torch.inf)
     p_B1S = presence_BS[:, None, :]
@@ -140,7 +151,10 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
 
 
 def oinject(h: Tensor, u: Tensor, tau: float) -> Tensor:
-    """OInject: `h + p(h) * u`, outside information u added to a carrier h; both (..., E)."""
+    """OInject: `h + p(h) * u`, outside information u added to a carrier h; both (..., E).
+
+    Exactly 0 at h = 0, whatever u is there.
+    """
     return add_gated(h, presence(h, tau), u)
 
 
@@ -148,7 +162,8 @@ def support_moments(x: Tensor, p: Tensor, dim: int, correction: float = 0.0) -> 
     """Support, mean and variance along `dim` with presence p as mass; that dim is kept, with size 1.
 
     `support = sum p`, `mu = sum p x / support`, `var = sum p (x - mu)^2 / (support - correction)`;
-    without any mass, or no more than the correction, the sums are divided by 1.
+    without any mass, or no more than the correction, the sums are divided by 1. x has to be finite, also
+    where p is 0.
     """
     support = p.sum(dim=dim, keepdim=True)
     # Shares first: that of a token alone is exactly 1.
@@ -163,17 +178,19 @@ def ostandardize(x_SE: Tensor, presence_S: Tensor, eps: float = 1e-5) -> Tensor:
     """OStandardize: standardise across tokens with presence as mass, (..., S, E) -> (..., S, E).
 
     `mu = sum p x / sum p`, `var = sum p (x - mu)^2 / sum p`, output `p * (x - mu) / sqrt(var + eps)`.
-    presence_S is (..., S). Without any mass the output is exactly 0. Computed in float32 at least,
-    returned in x's dtype.
+    presence_S is (..., S). A token without mass may hold anything, NaN and inf too; its output is exactly 0,
+    and so are its gradients. Computed in float32 at least, returned in x's dtype.
     """
-    x = x_SE.to(torch.promote_types(x_SE.dtype, torch.float32))
+    null_S = presence_S == 0
+    x = zero_at(null_S, x_SE.to(torch.promote_types(x_SE.dtype, torch.float32)))
     p = presence_S.unsqueeze(-1).to(x.dtype)
-    _, mean, var = support_moments(x, p, dim=-2)
-    return (p * (x - mean) / torch.sqrt(var + eps)).to(x_SE.dtype)
+    support, mean, var = support_moments(x, p, dim=-2)
+    var = torch.where(support > 0, var + eps, 1.0)  # without eps, 0 / 0 would be in the gradient
+    return zero_at(null_S, p * (x - mean) / torch.sqrt(var)).to(x_SE.dtype)
 
 
 class ONorm(nn.Module):
-    """ONorm: `p(h) * norm(h)`, (..., E) -> (..., E); also closes a norm with a bias."""
+    """ONorm: `p(h) * norm(h)`, (..., E) -> (..., E); also closes a norm with a bias, or one that divides by 0."""
 
     def __init__(self, norm: Callable[[Tensor], Tensor], tau: float) -> None:
         super().__init__()
@@ -182,7 +199,7 @@ class ONorm(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Norm h, gated by its own presence."""
-        return gate(presence(h, self.tau), self.norm(h))
+        return gate(presence(h, self.tau), self.norm(tame(h, self.tau)))
 
 
 class OFFN(nn.Module):
@@ -195,7 +212,7 @@ class OFFN(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Add the network's output, gated by the presence of h."""
-        return oinject(h, self.ffn(h), self.tau)
+        return oinject(h, self.ffn(tame(h, self.tau)), self.tau)
 
 
 class OAttention(nn.Module):
@@ -233,10 +250,12 @@ class OAttention(nn.Module):
 
         h and context are carriers: presence is read off them as they are. `norm`, if given, is
         applied to what is projected, after presence has been read: behind a norm every live token
-        has the same length. `visible` and `additive` as in `oattention`.
+        has the same length. It acts on each token alone. `visible` and `additive` as in `oattention`.
         """
         context_BJE = h_BSE if context_BJE is None else context_BJE
-        x, c = (h_BSE, context_BJE) if norm is None else (norm(h_BSE), norm(context_BJE))
+        x, c = h_BSE, context_BJE
+        if norm is not None:
+            x, c = norm(tame(x, self.tau)), norm(tame(c, self.tau))
 
         def heads(projected: Tensor, count: int) -> Tensor:
             return projected.unflatten(-1, (count, -1)).transpose(1, 2)
@@ -245,13 +264,14 @@ class OAttention(nn.Module):
             heads(self.q_projection(x), self.num_heads),
             heads(self.k_projection(c), self.num_kv_heads),
             heads(self.v_projection(c), self.num_kv_heads),
-            presence_BS=presence(h_BSE, self.tau),
+            presence_BS=(presence_BS := presence(h_BSE, self.tau)),
             log_presence_BJ=log_presence(context_BJE, self.tau),
             visible=visible,
             additive=additive,
             eps_den=self.eps_den,
         )
-        return self.out_projection(out_BHSD.transpose(1, 2).flatten(-2))
+        branch_BSE = self.out_projection(out_BHSD.transpose(1, 2).flatten(-2))
+        return zero_at(presence_BS == 0, branch_BSE, own=True)
 
 
 class OTransformerBlock(nn.Module):

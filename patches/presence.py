@@ -57,26 +57,79 @@ def log_presence_at(n: Tensor, tau: float) -> Tensor:
     return torch.where(live, F.logsigmoid(safe.log()), -torch.inf)
 
 
+def can_look(x: Tensor) -> bool:
+    """Whether the code may branch on values of x: on a CPU, outside compilation and torch's function transforms.
+
+    On a GPU that would stall the device.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) is Tensor  # a fake tensor has no values
+        and x.device.type == "cpu"
+        and not torch._C._are_functorch_transforms_active()
+    )
+
+
+def zero_at(null: Tensor, y: Tensor, *, own: bool = False) -> Tensor:
+    """y, and exactly 0 at the tokens where null is true, whatever y is there: null (...), y (..., E).
+
+    Selected, as 0 * inf is NaN; the gradient of y there is 0. Without a null to be seen it is y itself, and
+    costs no pass over it. `own` allows writing over y where no gradient is recorded: y must be nobody else's.
+    """
+    if not can_look(null):
+        return y.masked_fill(null.unsqueeze(-1), 0)
+    at = null.nonzero(as_tuple=True)
+    if not len(at[0]):
+        return y
+    if y.shape[:-1] != null.shape:
+        tokens = torch.broadcast_shapes(null.shape, y.shape[:-1])
+        at, own, y = null.expand(tokens).nonzero(as_tuple=True), own and y.shape[:-1] == tokens, y.expand(*tokens, -1)
+    zero = y.new_zeros(())
+    return y.index_put_(at, zero) if own and not y.requires_grad else y.index_put(at, zero)
+
+
+def tame(h: Tensor, tau: float) -> Tensor:
+    """h, for a function of each token whose value is thrown away where presence is 0: (..., E) -> (..., E).
+
+    Where gradients are recorded an ordinary token stands in for those without presence. Selecting among the
+    values alone would not do: a norm that divides by zero has the gradient 0 * inf = NaN.
+    """
+    if not torch.is_grad_enabled():
+        return h
+    null = presence(h.detach(), tau) == 0
+    if can_look(null) and not null.any():
+        return h
+    # Neither of length 0 nor without variance.
+    ordinary = torch.linspace(1, 2, h.shape[-1], device=h.device).to(h.dtype)
+    return torch.where(null.unsqueeze(-1), ordinary, h)
+
+
 def gate(p: Tensor, y: Tensor) -> Tensor:
     """`p * y` per token: p (...), y (..., E) -> (..., E) in y's dtype, rounded once.
 
-    Exactly 0 where p is 0.
+    Exactly 0 where p is 0, whatever y is there (NaN and inf too), and so are the gradients of p and y.
     """
-    return (p.unsqueeze(-1) * y).to(y.dtype)
+    # The gradient of a y that tokens share is summed first and rounded last.
+    wide = y if y.shape[:-1] == p.shape else y.to(torch.promote_types(y.dtype, p.dtype))
+    return (p.unsqueeze(-1) * zero_at(p == 0, wide)).to(y.dtype)
 
 
 def gate_(p: Tensor, y: Tensor) -> Tensor:
     """`gate(p, y)`, written over y where no gradient is recorded: y must be nobody else's."""
     if y.requires_grad or y.dtype != p.dtype:
         return gate(p, y)
-    return y.mul_(p.unsqueeze(-1))
+    return zero_at(p == 0, y, own=True).mul_(p.unsqueeze(-1))
 
 
-def add_gated(h: Tensor, p: Tensor, u: Tensor) -> Tensor:
-    """`h + p * u` per token: h and u (..., E), p (...)."""
+def add_gated(h: Tensor, p: Tensor, u: Tensor, *, own: bool = False) -> Tensor:
+    """`h + p * u` per token: h and u (..., E), p (...). Exactly h where p is 0, whatever u is there.
+
+    `own` allows writing over u where no gradient is recorded: u must be nobody else's.
+    """
+    u = zero_at(p == 0, u, own=own)
     if h.dtype == p.dtype:
         return torch.addcmul(h, p.unsqueeze(-1), u.to(h.dtype))  # in one pass, rounded once
-    return h + gate(p, u)
+    return h + (p.unsqueeze(-1) * u).to(u.dtype)
 
 
 def _checked(tau: float, dtype: torch.dtype) -> float:

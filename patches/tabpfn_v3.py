@@ -1,10 +1,14 @@
 """O-variants of TabPFN v3's blocks.
 
 A patch is a subclass with another forward, put on by `module.__class__ = ...`: weights and
-state-dict keys stay as they are, and putting the host's class back undoes it. What a patched module
-needs beyond its weights is one plain float, `tau`, on each norm whose input is a carrier: the
-residual stream before a norm is what presence is read off, and every attention, feed-forward
-network and readout of the host has such a norm in front of it.
+state-dict keys stay as they are. What a patched module needs beyond its weights is one plain float,
+`tau`, on each norm whose input is a carrier: the residual stream before a norm is what presence is
+read off, and every attention, feed-forward network and readout of the host has such a norm in front
+of it. Undoing a patch is putting the host's classes back and taking away what was set beside the
+weights: each tau, the closed variant's `x_embed.target`, and the model's cache of compiled forwards.
+
+The host's projections and MLPs have no bias, so whatever is made of a zero token is zero once its norm
+is; where it is added to the residual stream it is selected out, as live tokens may be inf or NaN.
 
 Shape suffixes, as in TabPFN's own file: B batch, R rows (train and test), N train rows, C columns,
 E embedding width, H heads, D head width, S receivers, J sources.
@@ -13,6 +17,7 @@ E embedding width, H heads, D head width, S receivers, J sources.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -23,16 +28,17 @@ from tabpfn.architectures import kv_cache, tabpfn_v3
 from torch import Tensor, nn
 
 from .operators import oattention_ungated
-from .presence import add_gated, gate_, log_presence_at, presence_at, squared_norm
+from .presence import add_gated, can_look, gate_, log_presence_at, presence_at, squared_norm, zero_at
 
 # ---- Norms: where tau lives ---------------------------------------------------------------------
 
 
 class CarrierNorm(tabpfn_v3._DtypeMatchingRMSNorm):
-    """The host's norm, unchanged, and the presence of the carrier in front of it.
+    """The host's norm, and the presence of the carrier in front of it.
 
-    tau is a plain float and no buffer: the engines cast models to float16, where it would
-    underflow.
+    On a CPU without gradients the norm is computed from `||h||^2`, which presence needs anyway: the same
+    value, rounded otherwise. tau is a plain float and no buffer: the engines cast models to float16,
+    where it would underflow.
     """
 
     tau: float
@@ -53,15 +59,22 @@ class CarrierNorm(tabpfn_v3._DtypeMatchingRMSNorm):
         return self._normed(h, n), log_presence_at(n, self.tau)
 
     def _normed(self, h: Tensor, n: Tensor, p: Tensor | None = None) -> Tensor:
-        """`norm(h)`, times p where given, for h of squared norm n."""
+        """`norm(h)`, times p where given, for h of squared norm n; exactly 0 at h = 0."""
+        if self.eps == 0:
+            # Any other token in place of zeros, which would be 0 / 0, in the gradient too.
+            null = n < torch.finfo(n.dtype).tiny
+            h, n = h.masked_fill(null.unsqueeze(-1), 1), n.masked_fill(null, h.shape[-1])
         by_hand = h.device.type == "cpu" and not torch.is_grad_enabled()
         if not by_hand or self.weight is None or not h.dtype == n.dtype == self.weight.dtype:
             normed = tabpfn_v3._DtypeMatchingRMSNorm.forward(self, h)
-            return normed if p is None else gate_(p, normed)
-        # On a CPU torch's norm is several passes over h, the first of which is n once more.
-        eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
-        scale = torch.rsqrt(n / h.shape[-1] + eps)
-        return h.mul((scale if p is None else scale * p).unsqueeze(-1)).mul_(self.weight)
+            normed = normed if p is None else gate_(p, normed)
+        else:
+            # On a CPU torch's norm is several passes over h, the first of which is n once more.
+            eps = torch.finfo(h.dtype).eps if self.eps is None else self.eps
+            scale = torch.rsqrt(n / h.shape[-1] + eps)
+            normed = h.mul((scale if p is None else scale * p).unsqueeze(-1)).mul_(self.weight)
+            normed = normed if p is None else zero_at(p == 0, normed, own=True)
+        return zero_at(null, normed, own=True) if self.eps == 0 else normed
 
 
 class GatedNorm(CarrierNorm):
@@ -83,7 +96,7 @@ def _feed_forward(norm: nn.Module, mlp: nn.Module, h: Tensor) -> Tensor:
     if not isinstance(norm, GatedNorm):
         return h + mlp(norm(h))
     normed, p = norm.read(h)
-    return add_gated(h, p, mlp(normed))
+    return add_gated(h, p, mlp(normed), own=True)
 
 
 # ---- Attention ----------------------------------------------------------------------------------
@@ -122,7 +135,7 @@ def _attend(
         q_BSHD = softmax_scaling_layer(q_BSHD, log_presence_BJ)
     elif softmax_scaling_layer is not None:
         q_BSHD = softmax_scaling_layer(q_BSHD, k_BJHD.shape[1])
-    if k_BJHD.device.type == "cpu" and not torch.compiler.is_compiling():
+    if can_look(presence_BS):
         # Tokens without presence anywhere in the batch are left out: the kernel then rounds as if they
         # had never been inserted. (On CUDA a shape that depends on values would stall the device.)
         live_S, live_J = (presence_BS > 0).any(dim=0), (log_presence_BJ > -torch.inf).any(dim=0)
@@ -237,7 +250,7 @@ class OCrossAttentionBlock(tabpfn_v3.CrossAttentionBlock):
         normed_BQE, presence_BQ = self.layernorm_q.read(x_BQE)
         context_BVE, log_presence_BV = self.layernorm_kv.read_source(context_BVE)
         branch_BQE, gate_BQ = self.attn(normed_BQE, context_BVE, presence_BQ, log_presence_BV)
-        return _feed_forward(self.layernorm2, self.mlp, add_gated(x_BQE, gate_BQ, branch_BQE))
+        return _feed_forward(self.layernorm2, self.mlp, add_gated(x_BQE, gate_BQ, branch_BQE, own=True))
 
 
 class OColumnTransformerBlock(tabpfn_v3.TransformerBlock):
@@ -249,7 +262,7 @@ class OColumnTransformerBlock(tabpfn_v3.TransformerBlock):
         if query_SQE is not context_SVE:
             normed_SQE, presence_SQ = self.layernorm.read(query_SQE)
         branch_SQE, gate_SQ = self.attention(normed_SQE, normed_SVE, presence_SQ, log_presence_SV, rope)
-        return add_gated(query_SQE, gate_SQ, branch_SQE)
+        return add_gated(query_SQE, gate_SQ, branch_SQE, own=True)
 
     def forward(
         self,
@@ -305,7 +318,7 @@ class OICLTransformerBlock(tabpfn_v3.ICLTransformerBlock):
             branch_BRE, gate_BR, entry = self.icl_attention(
                 normed_BRE, presence_BR, log_presence_BN, cached_kv=cached_kv, return_kv=return_kv
             )
-            return add_gated(x_BRE, gate_BR, branch_BRE), entry
+            return add_gated(x_BRE, gate_BR, branch_BRE, own=True), entry
 
         entry = None
         if cached_kv is not None:
@@ -415,12 +428,15 @@ class OTabPFNV3(tabpfn_v3.TabPFNV3):
         output, cache = result
         return output, cache if isinstance(cache, OTabPFNV3Cache) else OTabPFNV3Cache(**vars(cache))
 
+    @functools.wraps(tabpfn_v3.TabPFNV3.state_dict)
     def state_dict(self, *args, **kwargs):
-        """The host's weights, with a warning: a checkpoint made of them is the unpatched host."""
-        warnings.warn(
-            "The state dict of a retrofitted model holds the host's weights only: a checkpoint written from it "
-            "(TabPFN's save_tabpfn_model does that) is the unpatched host. Save the retrofit itself with "
-            "Retrofit.save, and load it with oretrofit.load.",
-            stacklevel=2,
-        )
+        """The host's weights under the host's names; with a warning where TabPFN writes a checkpoint of them."""
+        # It would be the unpatched host's, by the name of its config's class. Others ask for the weights alone.
+        if sys._getframe(1).f_code.co_name == "save_tabpfn_model":
+            warnings.warn(
+                "TabPFN's save_tabpfn_model writes the host's weights without the retrofit: the file is the unpatched "
+                "host. Retrofit.save_checkpoint writes one that TabPFNRegressor(model_path=...) loads as a retrofit, "
+                "and Retrofit.save a small file without weights.",
+                stacklevel=3,
+            )
         return super().state_dict(*args, **kwargs)

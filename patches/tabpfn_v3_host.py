@@ -21,6 +21,7 @@ from .tabpfn_v3 import (
     OSoftmaxScalingMLP,
     OTabPFNV3,
 )
+from .tabpfn_v3_audit import AUDIT
 from .tabpfn_v3_closed import ClosedTabPFNV3, OCellEmbedding, OColumnAggregator, OTargetEncoder, row_squared_norm
 
 _O_CLASSES: Classes = {
@@ -65,6 +66,7 @@ def _row_weights(model: tabpfn_v3.TabPFNV3) -> int:
 
 TABPFN_V3 = HostSpec(
     architecture="tabpfn_v3",
+    version="v3",
     label="TabPFN v3",
     model_class=tabpfn_v3.TabPFNV3,
     norm_class=tabpfn_v3._DtypeMatchingRMSNorm,
@@ -113,6 +115,14 @@ TABPFN_V3 = HostSpec(
     borders=lambda model: model.regression_borders,
     cell_weights=_cell_weights,
     row_weights=_row_weights,
+    short_names={
+        "feature_distribution_embedder.layers": "emb",
+        "column_aggregator": "agg",
+        "icl_blocks": "icl",
+        "cross_attn_block": "ca",
+        "layernorm": "ln",
+    },
+    audit=AUDIT,
     sources={
         f"tabpfn.architectures.{name}": fingerprint
         for name, fingerprint in {
@@ -131,6 +141,7 @@ TABPFN_V3 = HostSpec(
             "tabpfn_v3:TabPFNV3._preprocess_and_group": "428f6a41b0fe",
             "tabpfn_v3:TabPFNV3._stages_0_to_2": "f26ac4bdead7",
             "tabpfn_v3:TabPFNV3._embed_icl_y": "340a722c4a82",
+            "tabpfn_v3:RotaryEmbedding.rotate_queries_or_keys": "08859cebfbec",
             "tabpfn_v3:TabPFNV3Cache.to": "b979a08b5bfb",
             "tabpfn_v3:TabPFNV3Cache.quantize": "de8a6bad998a",
             "tabpfn_v3:TabPFNV3Cache.concatenate": "4f193d70fd7c",
@@ -142,6 +153,7 @@ TABPFN_V3 = HostSpec(
             "tabpfn_v3:TabPFNV3._process_col_chunk": "b9ea678fb5f7",
             "tabpfn_v3:TabPFNV3._process_row_chunk": "ff6cfbade218",
             "tabpfn_v3:TabPFNV3._compute_all_inducing_hidden": "674df8ce67b9",
+            "tabpfn_v3:TabPFNV3._compiled": "c9b888ef9416",
             "tabpfn_v3:TabPFNV3._prepare_y": "46a0575e6f11",
             "tabpfn_v3:TabPFNV3._embed_col_y": "76f1b0a08466",
             "tabpfn_v3:TabPFNV3._preprocess_raw": "53942dbb3061",
@@ -154,6 +166,8 @@ TABPFN_V3 = HostSpec(
             "tabpfn_v3:_impute_nan_and_inf_with_mean": "1936013399f7",
             "tabpfn_v3:TorchStandardScaler.fit": "50edd51ef5ff",
             "tabpfn_v3:TorchStandardScaler.transform": "50a5154c76c6",
+            "kv_cache:KVCacheEntry.at_storage_dtype": "911f3b75edb4",
+            "kv_cache:KVCache._kv_to": "184e495a6fc1",
             "kv_cache:KVCache._consume_and_concatenate_layers": "72fd6c9e2661",
             "shared.chunked_evaluate:chunked_evaluate_maybe_inplace": "308344091c03",
         }.items()

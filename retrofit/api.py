@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import copy
 import json
-import tempfile
-import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-import joblib
 import pandas as pd
-import torch
-from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
 from torch import nn
 
 from ..calibration import settings
 from ..calibration.calibration import Calibration
 from ..calibration.variants import check_variant
-from . import tabpfn_api
-from .hosts import Host, HostError, HostLike, load_host, weights_sha256
-from .patcher import Site, carriers, check_tau, model_taus, patch_model
-from .ragged import predict_groups, predict_ragged
+from .checkpoints import SUFFIX, read_retrofit, write_retrofit
+from .files import write_text
+from .hosts import Host, HostError, HostLike, load_host
+from .patcher import Site, carriers, check_tau, patch_model
+from .ragged.groups import predict_groups
+from .ragged.predicting import predict_ragged
 
 _FORMAT = "oretrofit-1"
-_FIT_SUFFIX = ".tabpfn_fit"
-_FIT_MEMBERS = ("init_params.json", "fitted_attrs.joblib", "executor_state.joblib")
 
 
 class RetrofitError(ValueError):
     """A retrofit file that cannot be used: not one, of another version, or made for other weights."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Retrofit:
     """A patched clone of a host, and how it was made.
 
@@ -50,12 +45,12 @@ class Retrofit:
             where tau was given.
     """
 
-    host: Host = field(repr=False)
+    host: Host
     variant: str
-    model: nn.Module = field(repr=False)
-    sites: list[Site] = field(repr=False)
+    model: nn.Module
+    sites: list[Site]
     settings: dict[str, Any]
-    statistics: dict[str, dict[str, float]] = field(default_factory=dict, repr=False)
+    statistics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
     def specs(self) -> ModelSpecs:
@@ -75,9 +70,15 @@ class Retrofit:
         """One row a site: name, carrier, classes, tau and, where calibrated, the statistics."""
         return pd.DataFrame([asdict(site) | self.statistics.get(site.name, {}) for site in self.sites])
 
-    def save(self, path: str | Path) -> None:
-        """Write the retrofit as JSON: the host's identity, variant, taus, settings; no weights."""
-        content = {
+    def __repr__(self) -> str:
+        """In a line: the host's name, the variant, what tau was chosen with, and how many sites there are."""
+        chosen = "".join(f", {name}={value!r}" for name, value in self.settings.items())
+        host = self.host.name or f"a {type(self.host.model).__name__}"
+        return f"<Retrofit of {host}: variant={self.variant!r}{chosen}, {len(self.sites)} sites>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What makes the retrofit beside the host's weights, in JSON's types: what `save` writes."""
+        return {
             "format": _FORMAT,
             "host": {"name": self.host.name, "sha256": self.host.sha256},
             "variant": self.variant,
@@ -86,71 +87,40 @@ class Retrofit:
             "statistics": self.statistics,
             "versions": {name: installed_version(name) for name in ("oretrofit", "tabpfn", "torch")},
         }
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
-    def save_fit(self, regressor: TabPFNRegressor, path: str | Path) -> None:
-        """Save a regressor fitted on this retrofit's specs, without weights, to a `.tabpfn_fit` file.
+    def save(self, path: str | Path) -> None:
+        """Write the retrofit as JSON: the host's identity, variant, taus, settings; no weights.
 
-        TabPFN's own `save_fit_state` cannot write an estimator that was built from specs.
-        Raises `ValueError` if the regressor is not fitted or fitted on other specs, has a parameter
-        that is no JSON, or the suffix is another.
+        `load` reads it. It is written whole or not at all; raises `OSError` where it cannot be.
         """
-        path = Path(path)
-        if path.suffix != _FIT_SUFFIX:
-            raise ValueError(f"the file must end in {_FIT_SUFFIX}, not {path.name!r}")
-        if not hasattr(regressor, "executor_"):
-            raise ValueError("the regressor is not fitted, or was fitted on a constant target, which needs no model")
-        fitted = regressor.models_[0]
-        # An engine may have cast the weights it was given: compare them in the precision it left.
-        weights = copy.deepcopy(self.host.model).to(next(fitted.parameters()).dtype)
-        same_taus = model_taus(fitted) == {site.name: site.tau for site in self.sites}
-        if not same_taus or weights_sha256(fitted) != weights_sha256(weights):
-            raise ValueError("the regressor was not fitted on the specs of this retrofit")
-        named = copy.copy(regressor)
-        named.model_path = "oretrofit"  # specs are no JSON; `load_fit` puts this retrofit's in
-        try:
-            named.save_fit_state(path)
-        except TypeError as error:
-            raise ValueError(f"TabPFN's file format cannot hold a parameter of this regressor: {error}") from error
-        with zipfile.ZipFile(path, "a") as archive:
-            archive.writestr("oretrofit.json", json.dumps(self._identity()))
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
 
-    def load_fit(self, path: str | Path, *, device: str = "auto") -> TabPFNRegressor:
-        """Load a regressor saved by `save_fit` of this retrofit (same weights, variant and taus).
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Write host and retrofit as a checkpoint that `TabPFNRegressor(model_path=path)` loads, and `load` as well.
 
-        The file holds pickled preprocessors, as TabPFN's own do: load only what you trust.
-        Raises `RetrofitError` if it was saved by another retrofit, or is no such file.
+        A regressor that is built from the path, and not from `specs`, is patched all the same, and everything of
+        TabPFN's that goes by a path works on it: `save_fit_state` and `load_from_fit_state`, and `clone` and pickles
+        of the unfitted regressor without weights.
+
+            retrofit.save_checkpoint("mine-v3.safetensors")
+            regressor = TabPFNRegressor(model_path="mine-v3.safetensors").fit(X, y)
+            regressor.save_fit_state("mine.tabpfn_fit")
+            regressor = TabPFNRegressor.load_from_fit_state("mine.tabpfn_fit")
+
+        TabPFN has to know the architecture of such a file, which importing anything from oretrofit tells it
+        (`from oretrofit import load`). In a process that did not, it raises `KeyError: 'oretrofit_tabpfn_v3'`.
+
+        Args:
+            path: Ends in `.safetensors`, and has the version in its name that TabPFN is to take it for, `v3`.
+
+        Raises:
+            ValueError: Another name.
+            OSError: The file cannot be written.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                with zipfile.ZipFile(path) as archive:
-                    saved_by = json.loads(archive.read("oretrofit.json"))
-                    for member in _FIT_MEMBERS:
-                        archive.extract(member, folder)
-            except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-                raise RetrofitError(f"{path} was not saved by Retrofit.save_fit: {error}") from error
-            if saved_by != self._identity():
-                raise RetrofitError(f"{path} was saved by a retrofit with other weights, variant or taus")
-            files = Path(folder)
-            params = json.loads((files / "init_params.json").read_text())
-            params.pop("__class_name__")
-            precision = str(params["inference_precision"])
-            if precision.startswith("torch."):
-                params["inference_precision"] = getattr(torch, precision.removeprefix("torch."))
-            regressor = TabPFNRegressor(**{**params, "model_path": self.specs, "device": device})
-            tabpfn_api.initialize(regressor)
-            for name, value in joblib.load(files / "fitted_attrs.joblib").items():
-                setattr(regressor, name, value)
-            regressor.executor_ = tabpfn_api.load_engine(files / "executor_state.joblib", regressor.models_)
-        regressor.to(device)
-        return regressor
+        write_retrofit(self.host, self.to_dict(), Path(path))
 
     predict_ragged = predict_ragged
     predict_groups = predict_groups
-
-    def _identity(self) -> dict[str, Any]:
-        taus = {site.name: site.tau for site in self.sites}
-        return {"sha256": self.host.sha256, "variant": self.variant, "tau": taus}
 
 
 def patch(
@@ -229,39 +199,54 @@ def calibrate(
 
 
 def load(path: str | Path, host: HostLike | None = None) -> Retrofit:
-    """Load a retrofit saved by `Retrofit.save`.
+    """Load a retrofit saved by `Retrofit.save` or `Retrofit.save_checkpoint`.
 
     Args:
-        path: The JSON file.
-        host: The host it was made for, by default the one that the file names.
+        path: The JSON file, or the `.safetensors` checkpoint.
+        host: The host it was made for. By default the one that the JSON file names, or that is in the checkpoint.
 
     Raises:
         RetrofitError: Not a retrofit file, or made for other weights than the host's.
         HostError: The host cannot be loaded, or the file names none and none was given.
     """
+    path, found = Path(path), None
     try:
-        content = json.loads(Path(path).read_text())
+        if path.suffix == SUFFIX:
+            content, found = read_retrofit(path)
+        else:
+            content = json.loads(path.read_text())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {error!r}") from error
+    return retrofit_from_dict(content, found if host is None else host, str(path))
+
+
+def retrofit_from_dict(content: dict[str, Any], host: HostLike | None, where: str) -> Retrofit:
+    """The retrofit that `Retrofit.to_dict` describes, on a host, by default the one that it names.
+
+    Raises as of `load`, with `where` for the name of the content.
+    """
+    try:
         found, variant = content["format"], content["variant"]
         name, sha256 = content["host"]["name"], str(content["host"]["sha256"])
         taus = {str(site): float(tau) for site, tau in content["tau"].items()}
         provenance, statistics = dict(content["calibration"]), dict(content["statistics"])
         check_variant(variant)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {error!r}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RetrofitError(f"{where} is not a retrofit written by oretrofit: {error!r}") from error
     if found != _FORMAT:
-        raise RetrofitError(f"{path} has format {found!r}; this version reads {_FORMAT!r}")
+        raise RetrofitError(f"{where} has format {found!r}; this version reads {_FORMAT!r}")
     if host is None and name is None:
-        raise HostError(f"{path} was made for a model given as an object; say which one: load(FILE, host=...)")
+        raise HostError(f"{where} was made for a model given as an object; say which one: load(FILE, host=...)")
     loaded = load_host(name if host is None else host)
     if loaded.sha256 != sha256:
         raise RetrofitError(
-            f"{path} was made for other weights: host {name or '(an object)'} with SHA-256 {sha256[:12]}..., "
+            f"{where} was made for other weights: host {name or '(an object)'} with SHA-256 {sha256[:12]}..., "
             f"not {loaded.name or 'the given host'} with {loaded.sha256[:12]}..."
         )
     try:
         return _assemble(loaded, variant, taus, provenance, statistics)
     except ValueError as error:
-        raise RetrofitError(f"{path} does not fit its host: {error}") from error
+        raise RetrofitError(f"{where} does not fit its host: {error}") from error
 
 
 def _assemble(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 @contextmanager
@@ -44,6 +50,27 @@ def write_text(path: Path, text: str) -> None:
     """Write `text` in UTF-8 to `path`, whole or not at all. Raises as of `replacing`."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8")
+
+
+def write_json(content: Any, file: Path) -> None:
+    """Write JSON, whole or not at all; what is no finite number becomes null.
+
+    Raises `OSError`, with the file's name, if it cannot be written.
+    """
+    write_text(file, json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+
+
+def write_rows(frame: pd.DataFrame, file: Path) -> None:
+    """`write_json` of a table, as a list of rows."""
+    write_json(frame.to_dict("records"), file)
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def check_writable(*paths: Path | None) -> None:

@@ -27,6 +27,9 @@ from .patcher import unpatch
 HOSTS_FOLDER = Path(__file__).parent / "hosts"
 SMALL_HOST = HOSTS_FOLDER / "oretrofit-small-v3-regressor.safetensors"
 
+# How the architecture of a retrofit's checkpoint is called: this, and the host's (see `checkpoints.py`).
+RETROFIT_PREFIX = "oretrofit_"
+
 HostLike: TypeAlias = "str | Path | TabPFNRegressor | nn.Module | Host"
 
 _HOW_TO_GET_V3 = (
@@ -157,6 +160,14 @@ def _with_cpu_limit(config: tabpfn_api.InferenceConfig) -> tabpfn_api.InferenceC
 
 
 def _from_checkpoint(path: Path, name: str) -> Host:
+    checkpoint = read_checkpoint(path)
+    if str(checkpoint.get("architecture_name")).startswith(RETROFIT_PREFIX):
+        raise HostError(f"{path} is a retrofit, which holds its host; load it by oretrofit.load, not as a host")
+    return host_in_checkpoint(checkpoint, path, name)
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """A TabPFN checkpoint, as it is in the file. Raises `HostError` for a file that is none."""
     try:
         if path.suffix == ".safetensors":
             checkpoint = tabpfn_api.Checkpoint(path).load()
@@ -168,6 +179,11 @@ def _from_checkpoint(path: Path, name: str) -> Host:
         isinstance(checkpoint.get(key), dict) for key in ("state_dict", "config")
     ):
         raise HostError(f"{path} is not a TabPFN checkpoint: it has no `state_dict` and `config`")
+    return checkpoint
+
+
+def host_in_checkpoint(checkpoint: dict[str, Any], path: Path, name: str | None) -> Host:
+    """The host of a checkpoint's content, to be called `name`. Raises `HostError` for what is no such regressor."""
     architecture = checkpoint.get("architecture_name", "tabpfn_v2")
     spec = _regressor_spec(spec_named(architecture), architecture, checkpoint["config"], str(path))
 
@@ -176,7 +192,8 @@ def _from_checkpoint(path: Path, name: str) -> Host:
     state = {key: value for key, value in state.items() if not key.startswith("criterion.")}
     try:
         config, _ = spec.parse_config(checkpoint["config"])
-        model = spec.build(config)
+        with torch.random.fork_rng(devices=[]):  # a network is drawn at random before its weights are there
+            model = spec.build(config)
         model.load_state_dict(state)
     except Exception as error:
         raise HostError(f"{path} does not hold the weights that its own config describes: {error}") from error
@@ -195,7 +212,8 @@ def _from_prior_labs() -> Host:
     """TabPFN's own route to its default v3 regressor; the version is named, as `auto` is v3.5."""
     path = tabpfn_api.prior_labs_path("v3")
     try:
-        model, criterion, inference_config = tabpfn_api.load_prior_labs_regressor("v3")
+        with torch.random.fork_rng(devices=[]):
+            model, criterion, inference_config = tabpfn_api.load_prior_labs_regressor("v3")
     except Exception as error:
         raise HostError(
             f"TabPFN could not load its v3 regressor: {_first_line(error)}\n"

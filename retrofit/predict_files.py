@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from .columns import Table
     from .long_table import LongTable
-    from .ragged import RaggedReport
+    from .ragged.report import RaggedReport
 
 OUT_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".parquet")  # in any case
 
@@ -121,7 +121,7 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
     from .api import load, patch
     from .hosts import load_host
     from .long_table import read_groups
-    from .ragged import RaggedReport, check_groups
+    from .ragged.groups import check_groups
 
     features = check_groups(train.frame, test.frame, target=options.target, by=by)
     too_few = options.too_few or ("nan" if options.on_error == "skip" else "error")
@@ -139,10 +139,10 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
         closed = patch(host, "closed", device=device, on_table=lambda: done(next(count)))
 
     rows = np.flatnonzero(~table.test[by].isin(list(table.faulty)))
-    report = RaggedReport(errors=dict(table.faulty))
+    report = None
     answers = pd.DataFrame(np.nan, index=range(len(test.frame)), columns=["mean", *options.levels])
     if len(rows):
-        frame = closed.predict_groups(
+        frame, report = closed.predict_groups(
             table.train,
             table.test.iloc[rows],
             target=options.target,
@@ -151,19 +151,20 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
             quantiles=options.levels,
             too_few=too_few,
             on_error="skip" if skip else "raise",
-            report=report,
+            return_report=True,
             on_tables=begin("Predicting", table.test[by].nunique()),
             device=device,
             inference_precision=getattr(torch, options.precision, options.precision),
         )
         answers.iloc[rows] = frame[answers.columns].to_numpy()
+    errors = table.faulty | dict(report.errors if report else {})
     written = test.frame[[] if options.by is None else [by]].assign(
         prediction=answers["mean"].array, **{_label(level): answers[level].array for level in options.levels}
     )
     write_or_keep(written, options.out)
     lines = [*_read_lines(train, test, table), *_predicted_lines(table, by, too_few, written["prediction"], report)]
     return Predicted(
-        [*lines, f"Written to {options.out}."], [*table.notes, *_missing_lines(report, written["prediction"])]
+        [*lines, f"Written to {options.out}."], [*table.notes, *_missing_lines(errors, written["prediction"])]
     )
 
 
@@ -201,12 +202,16 @@ def _read_lines(train: Table, test: Table, table: LongTable) -> list[str]:
     return [f"Read {train.name} ({len(train.frame)} rows) and {test.name} ({len(test.frame)}). {columns}."]
 
 
-def _predicted_lines(table: LongTable, by: str, too_few: str, prediction: pd.Series, report: RaggedReport) -> list[str]:
+def _predicted_lines(
+    table: LongTable, by: str, too_few: str, prediction: pd.Series, report: RaggedReport | None
+) -> list[str]:
     few = [group for group in table.few if group not in table.faulty] if too_few == "pooled" else []
     pooled = int(table.test[by].isin(few).sum())
     line = f"Predicted {prediction.notna().sum()} of {len(prediction)} rows"
     if pooled:
         line += f", {pooled} of them from the train rows of all groups, pooled (groups {_listed(few)})"
+    if report is None:
+        return [f"{line}."]
     return [
         f"{line}.",
         f"Tables: {report.tables}; forward passes: {report.batches}, for {report.members} ensemble members; "
@@ -214,10 +219,10 @@ def _predicted_lines(table: LongTable, by: str, too_few: str, prediction: pd.Ser
     ]
 
 
-def _missing_lines(report: RaggedReport, prediction: pd.Series) -> list[str]:
-    lines = [f"No prediction for group {group!r}: {reason}" for group, reason in list(report.errors.items())[:20]]
-    if len(report.errors) > 20:
-        lines.append(f"... and for {len(report.errors) - 20} more groups")
+def _missing_lines(errors: dict[Hashable, str], prediction: pd.Series) -> list[str]:
+    lines = [f"No prediction for group {group!r}: {reason}" for group, reason in list(errors.items())[:20]]
+    if len(errors) > 20:
+        lines.append(f"... and for {len(errors) - 20} more groups")
     if missing := int(prediction.isna().sum()):
         lines.append(f"{missing} of {len(prediction)} rows have no prediction.")
     return lines

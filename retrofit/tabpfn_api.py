@@ -7,12 +7,14 @@ CONTRIBUTING.md.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
 import linecache
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ __all__ = [
     "TabPFNDriftError",
     "bar_distribution",
     "check_tabpfn",
+    "checkpoint_version",
     "constant_prediction",
     "cpu_sample_limit",
     "decode",
@@ -54,7 +57,6 @@ __all__ = [
     "inference_config_from",
     "initialize",
     "is_oom_error",
-    "load_engine",
     "load_prior_labs_regressor",
     "model_on",
     "prepare_member",
@@ -137,11 +139,6 @@ def model_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) 
     return cache.get(device)
 
 
-def load_engine(file: Path, models: list[Any]) -> Any:
-    """The engine of a fitted estimator, from the part of a fit file that holds it, and its models."""
-    return inference.InferenceEngine.load_state(file, models)
-
-
 # ---- Models and checkpoints ---------------------------------------------------------------------
 
 
@@ -158,6 +155,11 @@ def default_inference_config() -> InferenceConfig:
 def inference_config_from(stored: dict[str, Any]) -> InferenceConfig:
     """The inference config of a checkpoint, under today's names."""
     return InferenceConfig(**model_loading._rename_old_inference_config_keys(stored))
+
+
+def checkpoint_version(path: Path) -> str:
+    """The version, such as `v3`, that TabPFN takes a checkpoint for: it goes by the file's name."""
+    return model_loading.resolve_model_version(path).value
 
 
 def prior_labs_path(version: str) -> Path:
@@ -195,7 +197,10 @@ SOURCES = {
     "tabpfn.inference:_PerDeviceModelCache.to": "10446077a50b",
     "tabpfn.inference:_maybe_run_gpu_preprocessing": "ac97e0e00f07",
     "tabpfn.inference:_prepare_model_inputs": "eddf4e74c67c",
+    "tabpfn.model_loading:_build_model": "b2b9585ad3d2",
     "tabpfn.model_loading:_rename_old_inference_config_keys": "324c119ddcc7",
+    "tabpfn.model_loading:resolve_model_version": "dbed26ebf6ef",
+    "tabpfn.model_loading:save_tabpfn_model": "3fd293a721ee",
     "tabpfn.model_loading:resolve_model_path": "2c649d60791f",
     "tabpfn.model_loading:load_model_criterion_config": "aa0ddf5b6970",
     "tabpfn.regressor:TabPFNRegressor._decode_batched_dataset": "01890d8c8200",
@@ -221,8 +226,13 @@ def fingerprint(name: str) -> str:
         code = inspect.unwrap(found).__code__
     except (ImportError, AttributeError):
         return "missing"
+    return _source_digest(code.co_filename, code.co_firstlineno, code)
+
+
+@functools.cache  # tokenising all of them at each patch takes a good part of a second
+def _source_digest(file: str, line: int, code: CodeType) -> str:
     # Not `inspect.getsource`, which looks for the module among all that are loaded, and wakes lazy ones.
-    lines = inspect.getblock(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :])
+    lines = inspect.getblock(linecache.getlines(file)[line - 1 :])
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
 
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 from oretrofit import cli
 from oretrofit.experiments.pretrain import save_host
-from oretrofit.retrofit import api, ragged
+from oretrofit.retrofit import api
+from oretrofit.retrofit.ragged import predicting, preparing
 
 regressor = functools.partial(TabPFNRegressor, n_estimators=2, inference_precision=torch.float32)
 
@@ -24,7 +25,8 @@ SIZES = {"north": 9, "south": 14, "west": 6}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two members instead of TabPFN's eight, and float32: in half precision answers depend on the batch."""
-    monkeypatch.setattr(ragged, "TabPFNRegressor", regressor)
+    for module in (predicting, preparing):
+        monkeypatch.setattr(module, "TabPFNRegressor", regressor)
 
 
 @pytest.fixture(scope="module")

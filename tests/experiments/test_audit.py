@@ -18,14 +18,18 @@ from typer.testing import CliRunner
 from oretrofit import cli, load_host, patch
 from oretrofit.calibration import carriers
 from oretrofit.calibration.variants import VARIANTS
-from oretrofit.experiments import audit
-from oretrofit.experiments.audit import HOST, INPUT, KINDS, Insertion
+from oretrofit.experiments import audit, audit_report, audit_tables
+from oretrofit.experiments.audit import HOST, INPUT
+from oretrofit.experiments.audit_tables import KINDS, AuditTable, Insertion
 from oretrofit.experiments.pretrain import save_host
+from oretrofit.patches import tabpfn_v3_audit
 from oretrofit.patches.tabpfn_v3 import GatedNorm
 from oretrofit.patches.tabpfn_v3_closed import OCellEmbedding
+from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
 from oretrofit.retrofit import api
 
 MODELS = [HOST, *VARIANTS]
+HOW = TABPFN_V3.audit
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 
 
@@ -36,13 +40,13 @@ def build(host, name, tau=1e-6):
 
 def draw(seed=0, rows=40, columns=5, dtype=torch.float32, device="cpu"):
     """A table with missing cells."""
-    case = audit.draw_case(np.random.default_rng(seed), rows, columns)
-    case.x_R1C[::7, 0, 1] = torch.nan
-    return audit.Case(case.x_R1C.to(device, dtype), case.y_N1.to(device, dtype))
+    table = audit_tables.draw_audit_table(np.random.default_rng(seed), rows, columns)
+    table.x_R1C[::7, 0, 1] = torch.nan
+    return AuditTable(table.x_R1C.to(device, dtype), table.y_N1.to(device, dtype))
 
 
-def insert(case, kinds=KINDS, seed=1):
-    return audit.draw_insertion(np.random.default_rng(seed), kinds, case.sizes)
+def insert(table, kinds=KINDS, seed=1):
+    return audit_tables.draw_insertion(np.random.default_rng(seed), kinds, table.sizes)
 
 
 def run(model, closed=None):
@@ -69,38 +73,38 @@ def leaks(found, *, inserted=KINDS):
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
 def test_the_stages_together_are_the_model(make_host, name, config):
-    model, case = build(make_host(**config), name, tau=1e-2).double(), draw(dtype=torch.float64)
-    insertion = insert(case)
-    inputs = [((case.x_R1C, case.y_N1), {}, len(case.y_N1))]
+    model, table = build(make_host(**config), name, tau=1e-2).double(), draw(dtype=torch.float64)
+    insertion = insert(table)
+    inputs = [((table.x_R1C, table.y_N1), {}, len(table.y_N1))]
     if name == "closed":
-        longer, structure = insertion.inputs(case, 1e3), insertion.structure(torch.device("cpu"))
+        longer, structure = insertion.inputs(table, 1e3), insertion.structure(torch.device("cpu"))
         inputs.append((longer, {"structure": structure}, insertion.num_train))
     for (x, y), structure, n in inputs:
-        h = audit.embed_cells(model, x, y, **structure)
-        for stage in audit.stages(model).values():
-            h = stage(h, n, y if not structure else insertion.targets(case.y_N1))
-        logits, expected = model.output_projection(h[0, n:]), model(x, y, **structure)[:, 0]
-        live = insertion.rows[len(case.y_N1) :] - n if structure else slice(None)
+        h = HOW.embed_cells(model, x, y, structure.get("structure"))
+        for stage in HOW.stages(model).values():
+            h = stage(h, n, y if not structure else insertion.targets(table.y_N1))
+        logits, expected = HOW.head(model, h[0, n:]), model(x, y, **structure)[:, 0]
+        live = insertion.rows[len(table.y_N1) :] - n if structure else slice(None)
         assert (logits[live] - expected[live]).abs().max() < 1e-12
         assert expected.std(dim=0).max() > 0.1
 
 
 def test_an_insertion_by_hand():
     insertion = Insertion(torch.tensor([1, 2, 4]), torch.tensor([0, 2]), (6, 3), 3)  # two train rows, one test row
-    case = audit.Case(torch.tensor([[[1.0, 2]], [[3, 4]], [[5, 6]]]), torch.tensor([[7.0], [8]]))
-    x, y = insertion.inputs(case, 9)
+    table = AuditTable(torch.tensor([[[1.0, 2]], [[3, 4]], [[5, 6]]]), torch.tensor([[7.0], [8]]))
+    x, y = insertion.inputs(table, 9)
     assert x[:, 0].tolist() == [[9, 9, 9], [1, 9, 2], [3, 9, 4], [9, 9, 9], [5, 9, 6], [9, 9, 9]]
     assert y.tolist() == [[9], [7], [8]]
-    assert insertion.targets(case.y_N1).tolist() == [[0], [7], [8]]
+    assert insertion.targets(table.y_N1).tolist() == [[0], [7], [8]]
     structure = insertion.structure(torch.device("cpu"))
     assert structure.rows_BR.tolist() == [[False, True, True, False, True, False]]
     assert structure.columns_BC.tolist() == [[True, False, True]]
 
-    rows = insertion.into(case.x_R1C.transpose(0, 1))
+    rows = insertion.into(table.x_R1C.transpose(0, 1))
     assert rows.tolist() == [[[0, 0], [1, 2], [3, 4], [0, 0], [5, 6], [0, 0]]]
     rows[0, 0] = torch.tensor([3.0, 4])
     assert (insertion.old(rows)[0].tolist(), insertion.null_norm(rows)) == ([[1, 2], [3, 4], [5, 6]], 5)
-    cells = insertion.packed().into(case.x_R1C.transpose(0, 1)[..., None])
+    cells = insertion.packed().into(table.x_R1C.transpose(0, 1)[..., None])
     assert cells[0, :, :, 0].tolist() == [[0, 0, 0], [1, 2, 0], [3, 4, 0], [0, 0, 0], [5, 6, 0], [0, 0, 0]]
     cells[0, 1, 2] = -2
     assert (insertion.packed().old(cells)[0, 0, :, 0].tolist(), insertion.packed().null_norm(cells)) == ([1, 2], 2)
@@ -110,7 +114,7 @@ def test_an_insertion_by_hand():
 def test_up_to_as_many_again_at_random_places(kinds):
     rng, sizes, seen = np.random.default_rng(0), (5, 4, 3), []
     for _ in range(300):
-        insertion = audit.draw_insertion(rng, kinds, sizes)
+        insertion = audit_tables.draw_insertion(rng, kinds, sizes)
         train, test = insertion.rows[:5], insertion.rows[5:] - insertion.num_train
         totals = (insertion.num_train, insertion.shape[0] - insertion.num_train, insertion.shape[1])
         for places, total in zip((train, test, insertion.columns), totals, strict=True):
@@ -126,14 +130,14 @@ def test_up_to_as_many_again_at_random_places(kinds):
 @pytest.mark.parametrize("kinds", [[kind] for kind in KINDS] + [KINDS])
 @torch.inference_mode()
 def test_the_shift_of_a_live_prediction_by_hand(tiny_host, kinds):
-    case, model = draw(dtype=torch.float64), build(tiny_host, HOST).double()
-    insertion, n = insert(case, kinds), len(case.y_N1)
+    table, model = draw(dtype=torch.float64), build(tiny_host, HOST).double()
+    insertion, n = insert(table, kinds), len(table.y_N1)
     x, y = torch.zeros(insertion.shape[0], 1, insertion.shape[1]).double(), torch.zeros(insertion.num_train, 1).double()
     for i, row in enumerate(insertion.rows.tolist()):
         for j, column in enumerate(insertion.columns.tolist()):
-            x[row, 0, column] = case.x_R1C[i, 0, j]
+            x[row, 0, column] = table.x_R1C[i, 0, j]
         if i < n:
-            y[row] = case.y_N1[i]
+            y[row] = table.y_N1[i]
     # Bar distribution: uniform buckets, and half normals at the sides whose median is a bucket's width.
     borders = model.regression_borders
     centers, side = (borders[:-1] + borders[1:]) / 2, (2 / np.pi) ** 0.5 / 0.6744897501960817
@@ -141,10 +145,10 @@ def test_the_shift_of_a_live_prediction_by_hand(tiny_host, kinds):
     test = [row - insertion.num_train for row in insertion.rows.tolist()[n:]]
     with_null, without = (
         model(x, y)[test, 0].softmax(-1) @ centers,
-        model(case.x_R1C, case.y_N1)[:, 0].softmax(-1) @ centers,
+        model(table.x_R1C, table.y_N1)[:, 0].softmax(-1) @ centers,
     )
     expected = (with_null - without).abs().max().item()
-    assert audit.live_shift(model, case, insertion) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert audit.live_shift(model, table, insertion) == pytest.approx(expected, rel=1e-6, abs=1e-12)
     assert (expected > 0.01) == (list(kinds) != ["test rows"])
 
 
@@ -270,7 +274,7 @@ def test_one_part_that_is_opened_in_the_closed_model_is_found(tiny_host, opened,
     assert {r["boundary"] for r in records if max(r["shift"], r["null_norm"]) > 1e-4} == {boundary}
     named = leaks({"boundaries": records})
     assert named == {boundary: {opened.removeprefix(boundary).removeprefix(".") or "itself"}}
-    assert {type(m) for m in reference.modules()} - {audit._NoRotation} <= {type(m) for m in closed.modules()}
+    assert {type(m) for m in reference.modules()} - {tabpfn_v3_audit._NoRotation} <= {type(m) for m in closed.modules()}
 
 
 def test_a_norm_without_its_gate_is_no_leak(tiny_host):
@@ -286,19 +290,19 @@ def test_a_norm_without_its_gate_is_no_leak(tiny_host):
 @torch.inference_mode()
 def test_the_parts_at_the_input_are_the_hosts_whole_door(tiny_host):
     host, closed = build(tiny_host, HOST).double(), build(tiny_host, "closed").double()
-    case = draw(dtype=torch.float64)
+    table = draw(dtype=torch.float64)
     # A NULL's target is 0 in the host, and the mean of the others in the closed model.
-    case = audit.Case(case.x_R1C, case.y_N1 - case.y_N1.mean())
-    insertion = insert(case).packed()
-    x, y = insertion.inputs(case, 0.0)
+    table = AuditTable(table.x_R1C, table.y_N1 - table.y_N1.mean())
+    insertion = insert(table).packed()
+    x, y = insertion.inputs(table, 0.0)
     by_module = {}
-    for classes in audit.parts(host, closed, INPUT).values():
+    for classes in audit.parts(TABPFN_V3, host, closed, INPUT).values():
         for module, part in classes.items():
             by_module.setdefault(module, []).append(part)
     together = {module: type("Together", tuple(classes), {}) for module, classes in by_module.items()}
     with audit.switched(closed, together):
-        cells = audit.embed_cells(closed, x, y, insertion.structure(x.device))
-    expected = audit.embed_cells(host, x, y)
+        cells = HOW.embed_cells(closed, x, y, insertion.structure(x.device))
+    expected = HOW.embed_cells(host, x, y, None)
     assert (cells - expected).abs().max() < 1e-12
 
 
@@ -307,19 +311,19 @@ def test_the_parts_at_the_input_are_the_hosts_whole_door(tiny_host):
 def test_nothing_hides_behind_the_named_parts(tiny_host, kind):
     """All parts that are not named, together in the closed model, let nothing through."""
     host, closed = build(tiny_host, HOST), build(tiny_host, "closed")
-    reference, case = audit.reference_of(closed), draw()
-    records = audit.audit_boundaries(host, reference, case, np.random.default_rng(0))
+    reference, table = audit.reference_of(closed), draw()
+    records = audit.audit_boundaries(host, reference, table, np.random.default_rng(0))
     found = {record["boundary"]: record for record in records if record["inserted"] == kind}
     state = None
     for boundary in found:
         rest = {}
         named = {leak.split()[0] for leak in found[boundary]["leaks"]}
-        for part, classes in audit.parts(host, reference, boundary).items():
+        for part, classes in audit.parts(TABPFN_V3, host, reference, boundary).items():
             rest |= {} if part in named else classes
         with audit.switched(reference, rest):
-            behind = audit.pass_boundary(reference, boundary, case, state, insert(case, [kind]), 0.0)
+            behind = audit.pass_boundary(TABPFN_V3, reference, boundary, table, state, insert(table, [kind]), 0.0)
         assert max(behind.shift, behind.null_norm) < audit.LEAK, (boundary, rest)
-        live = audit.pass_boundary(host, boundary, case, state, insert(case, [kind]), 0.0)
+        live = audit.pass_boundary(TABPFN_V3, host, boundary, table, state, insert(table, [kind]), 0.0)
         state = live.insertion.old(live.h)
 
 
@@ -336,8 +340,8 @@ def bundled():
 def draw_any(seed):
     """A table of 20 to 500 rows and 2 to 30 columns, and NULLs of all kinds."""
     rng = np.random.default_rng(seed)
-    case = audit.draw_case(rng, int(rng.integers(20, 501)), int(rng.integers(2, 31)))
-    return case, audit.draw_insertion(rng, KINDS, case.sizes)
+    table = audit_tables.draw_audit_table(rng, int(rng.integers(20, 501)), int(rng.integers(2, 31)))
+    return table, audit_tables.draw_insertion(rng, KINDS, table.sizes)
 
 
 @settings(max_examples=4, derandomize=True, deadline=None)
@@ -345,9 +349,9 @@ def draw_any(seed):
 @torch.inference_mode()
 def test_null_rows_and_columns_move_no_live_prediction_but_for_rounding(seed):
     host, closed = bundled()
-    case, insertion = draw_any(seed)
-    assert audit.live_shift(host, case, insertion) > 0.01
-    in_float64 = audit.Case(case.x_R1C.double(), case.y_N1.double())
+    table, insertion = draw_any(seed)
+    assert audit.live_shift(host, table, insertion) > 0.01
+    in_float64 = AuditTable(table.x_R1C.double(), table.y_N1.double())
     assert audit.live_shift(copy.deepcopy(closed).double(), in_float64, insertion) < 1e-12
 
 
@@ -358,17 +362,17 @@ def test_null_rows_and_columns_move_no_live_prediction_but_for_rounding(seed):
 @example(seed=67873)
 @torch.inference_mode()
 def test_null_rows_and_columns_move_no_live_prediction_in_float32(seed):
-    case, insertion = draw_any(seed)
-    assert audit.live_shift(bundled()[1], case, insertion) <= 1e-5
+    table, insertion = draw_any(seed)
+    assert audit.live_shift(bundled()[1], table, insertion) <= 1e-5
 
 
 def test_the_tables_have_the_sizes_of_the_bar():
-    sizes = [case.sizes for case in audit.draw_cases(60)]
+    sizes = [table.sizes for table in audit_tables.draw_audit_tables(60)]
     rows, columns = [train + test for train, test, _ in sizes], [columns for *_, columns in sizes]
     assert 20 <= min(rows) < 40 and 250 < max(rows) <= 500
     assert 2 == min(columns) and 25 < max(columns) <= 30
     assert all(train == 2 * (train + test) // 3 for train, test, _ in sizes)
-    y = audit.draw_cases(3)[2].y_N1.double()
+    y = audit_tables.draw_audit_tables(3)[2].y_N1.double()
     assert abs(y.mean()) < 1e-6 and abs(y.std(correction=0) - 1) < 1e-6
 
 
@@ -378,7 +382,9 @@ def test_the_tables_have_the_sizes_of_the_bar():
 @pytest.fixture
 def quick(monkeypatch):
     """Small tables, and calibration on one of them with one estimator."""
-    monkeypatch.setattr(audit, "draw_cases", lambda tables, device: [draw(i, device=device) for i in range(tables)])
+    monkeypatch.setattr(
+        audit, "draw_audit_tables", lambda tables, device: [draw(i, device=device) for i in range(tables)]
+    )
     monkeypatch.setattr(audit, "calibrate", functools.partial(api.calibrate, tables=1))
     monkeypatch.setattr(carriers, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
 
@@ -417,7 +423,7 @@ def test_equal_findings_at_consecutive_blocks_are_one():
         *(record(f"icl_blocks.{i}", "test rows", " moves") for i in (0, 1, 3)),
     ]
     found = {"variants": {"a": {"boundaries": boundaries}, "b": {"boundaries": []}, "c": {"boundaries": boundaries}}}
-    assert audit.leak_rows(found) == {
+    assert audit_report.leak_rows(found, TABPFN_V3) == {
         "a, c": [
             ["icl_y_encoder", "adds (train rows)"],
             ["icl.0 to 1", "moves (train rows, test rows)"],

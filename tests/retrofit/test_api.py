@@ -1,23 +1,16 @@
-"""Saving and loading retrofits and the regressors fitted on them, and what the specs promise."""
+"""Saving and loading retrofits, and what the specs promise."""
 
 import copy
-import dataclasses
 import json
-import warnings
-import zipfile
 from dataclasses import asdict
+from pathlib import Path
 
-import joblib
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from tabpfn.checkpoint import save_as_safetensors
-from tabpfn.inference import InferenceEngineCachePreprocessing, InferenceEngineExplicitKVCache, InferenceEngineOnDemand
-from tabpfn.model_loading import load_fitted_tabpfn_model, save_tabpfn_model
 
-from oretrofit import load, load_host, patch
-from oretrofit.patches.tabpfn_v3 import OKVCacheEntry, OQuantizedKVCacheEntry, OTabPFNV3
+from oretrofit import load, patch
 from oretrofit.retrofit.api import RetrofitError
 from oretrofit.retrofit.hosts import HostError, random_host
 
@@ -82,6 +75,24 @@ def test_the_file_names_its_host(tiny_host, predict, tmp_path, monkeypatch):
         load(path)
     # The weights count, not their name.
     assert load(path, host=tiny_host.model).sites == retrofit.sites
+
+
+def test_an_earlier_file_stays_where_saving_fails(saved, retrofits, monkeypatch):
+    path, content = saved
+    monkeypatch.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match=r"No space left.*oa\.json"):
+        retrofits["closed"].save(path)
+    assert json.loads(path.read_text()) == content
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_it_shows_itself_in_a_line(retrofits, tiny_host):
+    assert repr(retrofits["oa"]) == (
+        "<Retrofit of a TabPFNV3: variant='oa', delta=0.2, quantile=0.01, tables=1, seed=20000, "
+        f"{len(retrofits['oa'].sites)} sites>"
+    )
+    named = str(patch("small", "closed", tau=1.5))
+    assert named.startswith("<Retrofit of small: variant='closed', tau=1.5, ")
 
 
 def test_a_host_given_as_an_object_must_be_given_again(saved, make_host):
@@ -187,117 +198,6 @@ def test_specs_take_as_many_rows_on_the_cpu_as_v3_does(retrofits, regressor, var
     assert np.isfinite(out).all()
     with pytest.raises(RuntimeError, match="CPU"):
         regressor(specs, n_estimators=1).fit(np.ones((5001, 1)), np.arange(5001.0))
-
-
-def test_tabpfns_checkpoint_of_a_patched_model_is_the_host_and_says_so(
-    retrofits, regressor, table, tmp_path, tiny_host
-):
-    fitted = regressor(retrofits["oa"].specs).fit(*table[:2])
-    with pytest.warns(UserWarning, match=r"unpatched host.*Retrofit\.save"):
-        save_tabpfn_model(fitted, tmp_path / "saved-v3.ckpt")
-    assert load_host(tmp_path / "saved-v3.ckpt").sha256 == tiny_host.sha256
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        copy.deepcopy(retrofits["oa"].model)
-        assert retrofits["oa"].host.sha256 == tiny_host.sha256
-        save_tabpfn_model(regressor(tiny_host.specs).fit(*table[:2]), tmp_path / "host-v3.ckpt")
-
-
-# ---- Fitted regressors ---------------------------------------------------------------------------
-
-
-def cache(precision, **settings):
-    return {"fit_mode": "fit_with_cache", "kv_cache_precision": precision, **settings}
-
-
-FITS = [
-    ({"fit_mode": "low_memory"}, InferenceEngineOnDemand),
-    ({"fit_mode": "fit_preprocessors"}, InferenceEngineCachePreprocessing),
-    (cache("auto"), InferenceEngineExplicitKVCache),
-    (cache("int8", inference_config={"FINGERPRINT_FEATURE": False}), InferenceEngineExplicitKVCache),
-    (cache("auto", inference_precision=torch.float64), InferenceEngineExplicitKVCache),
-    ({"inference_precision": torch.float16}, InferenceEngineCachePreprocessing),
-    ({"inference_precision": "auto", "softmax_temperature": 0.7}, InferenceEngineCachePreprocessing),
-]
-
-
-@pytest.mark.parametrize(("settings", "engine"), FITS)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_save_and_load_a_fit(retrofits, regressor, table, tmp_path, settings, engine, variant):
-    X, y, X_test = table
-    X, X_test = (pd.DataFrame(part, columns=list("abc")) for part in (X, X_test))
-    for part in (X, X_test):
-        part["d"] = np.where(part["a"] > 0, "plus", "minus")
-    specs = retrofits[variant].specs
-    fitted = regressor(specs, **settings).fit(X, y)
-    path = tmp_path / "some.tabpfn_fit"
-    retrofits[variant].save_fit(fitted, path)
-    assert fitted.model_path is specs
-    expected = fitted.predict(X_test, output_type="main")
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(tmp_path / "unpacked")
-    assert joblib.load(tmp_path / "unpacked" / "executor_state.joblib").model_caches is None  # no weights
-    loaded = retrofits[variant].load_fit(str(path), device="cpu")
-    assert type(loaded.executor_) is engine
-    assert type(loaded.models_[0]) is type(specs.model)
-    assert isinstance(loaded.models_[0], OTabPFNV3)
-    if engine is InferenceEngineExplicitKVCache:
-        kinds = {type(entry) for kept in loaded.executor_.kv_caches for entry in kept.kv.values()}
-        assert kinds == {OQuantizedKVCacheEntry if settings["kv_cache_precision"] == "int8" else OKVCacheEntry}
-    for name, values in loaded.predict(X_test, output_type="main").items():
-        assert np.array_equal(values, expected[name])
-    # It can be fitted anew.
-    assert np.isfinite(loaded.fit(X[:10], y[:10]).predict(X_test)).all()
-
-
-def test_a_fit_of_another_retrofit_is_refused(retrofits, regressor, table, tmp_path, tiny_host, make_host):
-    path = tmp_path / "some.tabpfn_fit"
-    retrofits["oa"].save_fit(regressor(retrofits["oa"].specs).fit(*table[:2]), path)
-    twin = patch(tiny_host, "oa", tables=1, delta=0.2)
-    assert np.array_equal(twin.load_fit(path).predict(table[2]), retrofits["oa"].load_fit(path).predict(table[2]))
-    others = [
-        retrofits["full-o"],
-        patch(tiny_host, "oa", tables=1, delta=0.1),
-        patch(random_host(seed=2, **asdict(tiny_host.model.config)), "oa", tables=1, delta=0.2),
-    ]
-    for other in others:
-        with pytest.raises(RetrofitError, match="other weights, variant or taus"):
-            other.load_fit(path)
-
-
-@pytest.mark.parametrize("kind", ["missing", "garbage", "TabPFN's own", "JSON"])
-def test_files_that_are_no_fit_of_a_retrofit_are_refused(retrofits, regressor, table, tmp_path, tiny_host, kind):
-    path = tmp_path / "some.tabpfn_fit"
-    if kind == "garbage":
-        path.write_bytes(b"garbage" * 99)
-    elif kind == "TabPFN's own":
-        checkpoint = tmp_path / "my-v3.ckpt"
-        save_tabpfn_model(regressor(tiny_host.specs).fit(*table[:2]), checkpoint)
-        fitted = regressor(str(checkpoint)).fit(*table[:2])
-        fitted.save_fit_state(path)
-        assert np.array_equal(load_fitted_tabpfn_model(path).predict(table[2]), fitted.predict(table[2]))
-    elif kind == "JSON":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("oretrofit.json", "{")
-    with pytest.raises(RetrofitError, match=r"some\.tabpfn_fit"):
-        retrofits["oa"].load_fit(path)
-
-
-def test_what_cannot_be_saved_as_a_fit(retrofits, regressor, table, tmp_path):
-    specs = retrofits["oa"].specs
-    with pytest.raises(ValueError, match="not fitted"):
-        retrofits["oa"].save_fit(regressor(specs), tmp_path / "some.tabpfn_fit")
-    with pytest.raises(ValueError, match=r"\.tabpfn_fit.*some\.zip"):
-        retrofits["oa"].save_fit(regressor(specs).fit(*table[:2]), tmp_path / "some.zip")
-    assert not any(tmp_path.iterdir())
-
-
-def test_save_fit_refuses_a_fit_of_other_weights_with_the_same_taus(tiny_host, regressor, table, tmp_path):
-    X, y, _ = table
-    other = random_host(seed=3, **dataclasses.asdict(tiny_host.model.config))
-    fitted = regressor(patch(other, "oa", tau=1e-3).specs).fit(X, y)
-    with pytest.raises(ValueError, match="not fitted on the specs"):
-        patch(tiny_host, "oa", tau=1e-3).save_fit(fitted, tmp_path / "x.tabpfn_fit")
 
 
 def test_a_tau_beyond_float32_is_refused_when_patching(tiny_host):

@@ -1,0 +1,255 @@
+"""The folder of an evaluation: one writer, every finished case on disk at once, and what of it can be used again.
+
+`settings.json` describes the plan that ran last, and `retrofit-*.json` hold the taus that were calibrated. A line of
+`cases.jsonl` is a case: `{"dataset", "seed", "variants": [a record a variant]}`. A record's `key` is a hash of
+everything that decides it, so that other plans in the same folder use it again, or leave it alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..retrofit.files import write_text
+from .folders import append_line, held
+
+SETTINGS, CASES = "settings.json", "cases.jsonl"
+REPORTS = ("summary.json", "table.md", "deltas.png")
+
+_NUMBER = (int, float)
+# What a record holds, and of which type; `key` and `train_mean_rmse` are missing in those of earlier versions.
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("dataset", "variant", "precision", "device"), str),
+    **dict.fromkeys(("seed", "n_train", "n_test", "n_columns"), int),
+    **dict.fromkeys(("host_rmse", "variant_rmse", "rmse_delta_pct", "max_abs_diff_sd"), _NUMBER),
+    **dict.fromkeys(("host_nll", "variant_nll", "host_seconds", "variant_seconds"), _NUMBER),
+    **dict.fromkeys(("host_peak_mb", "variant_peak_mb"), (*_NUMBER, type(None))),
+}
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A finished case: `variants` holds a flat record for each variant, as `evaluate.case_rows` lists them."""
+
+    dataset: str
+    seed: int
+    variants: list[dict[str, Any]]
+
+
+@dataclass
+class Run:
+    """An open run folder.
+
+    Attributes:
+        folder: Where it is.
+        settings: What decides the results of the plan that runs now; see `evaluate.Plan.settings`.
+        cases: All that were run here, under whatever plan, oldest first.
+        differences: In what the plan that ran here before differs in what decides cases that both have, in words.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    cases: list[CaseResult]
+    differences: list[str]
+
+    def finished(self) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+        """The records that the plan can use as they are: (dataset, seed) -> variant -> the last record."""
+        found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+        for case in self.cases:
+            for record in case.variants:
+                label = record["variant"]
+                if label in self.settings["variants"] and record["key"] == record_key(
+                    self.settings, case.dataset, case.seed, label
+                ):
+                    found.setdefault((case.dataset, case.seed), {})[label] = record
+        return found
+
+    def missing(self) -> dict[tuple[str, int], list[str]]:
+        """The plan's cases that have to be run, in its order: (dataset, seed) -> the variants without a record."""
+        finished = self.finished()
+        cases = [(dataset, seed) for dataset in self.settings["datasets"] for seed in self.settings["seeds"]]
+        found = {
+            case: [label for label in self.settings["variants"] if label not in finished.get(case, {})]
+            for case in cases
+        }
+        return {case: labels for case, labels in found.items() if labels}
+
+    def append(self, case: CaseResult) -> CaseResult:
+        """Write a case's new records to disk, whole or not at all; return it with their keys.
+
+        Raises `OSError`, with the file's name, if that fails.
+        """
+        records = [
+            record | {"key": record_key(self.settings, case.dataset, case.seed, record["variant"])}
+            for record in case.variants
+        ]
+        case = CaseResult(case.dataset, case.seed, records)
+        append_line(self.folder / CASES, json.dumps(asdict(case), allow_nan=False))
+        self.cases.append(case)
+        return case
+
+    def retrofit_file(self, label: str) -> Path:
+        """Where the calibrated retrofit of a variant is, or belongs."""
+        return _retrofit_file(self.folder, self.settings, label)
+
+
+@contextmanager
+def open_run(folder: Path, settings: dict[str, Any]) -> Iterator[Run]:
+    """Create a run's folder or take up the one that is there, as its only writer.
+
+    Args:
+        folder: Where.
+        settings: Of the plan that is to run.
+
+    Raises:
+        ValueError: The folder is in use, holds a run that cannot be read, or something else than a run.
+        OSError: It cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with held(folder):
+        stored = _read_settings(folder)
+        cases, mended = _read_cases(folder / CASES)
+        differences = []
+        if stored is not None:
+            differences = _differences(_shared(stored, settings), _shared(settings, stored))
+        if any("key" not in record for case in cases for record in case.variants):
+            cases, mended = _with_keys(folder, cases, stored), True
+        if mended:
+            write_text(folder / CASES, "".join(json.dumps(asdict(case)) + "\n" for case in cases))
+        if stored != settings:
+            write_text(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
+        yield Run(folder, settings, cases, differences)
+
+
+def record_key(settings: dict[str, Any], dataset: str, seed: int, label: str) -> str:
+    """A hash of everything that decides a variant's record of a case."""
+    deciding = {name: settings.get(name) for name in ("max_train_rows", "max_test_rows", "precision", "precision_used")}
+    file = settings["files_sha256"].get(dataset)
+    return _hash(_deciding_variant(settings, label) | deciding | {"dataset": dataset, "file": file, "seed": seed})
+
+
+def _deciding_variant(settings: dict[str, Any], label: str) -> dict[str, Any]:
+    deciding = {name: settings.get(name) for name in ("device", "gpu", "versions", "estimator")}
+    return {"host": settings["host"]["sha256"], "variant": settings["variants"][label], **deciding}
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _retrofit_file(folder: Path, settings: dict[str, Any], label: str) -> Path:
+    return folder / f"retrofit-{label}-{_hash(_deciding_variant(settings, label))[:8]}.json"
+
+
+# ---- Reading ------------------------------------------------------------------------------------
+
+
+def _read_settings(folder: Path) -> dict[str, Any] | None:
+    """The plan that ran last, or None in a new folder."""
+    file = folder / SETTINGS
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        is_run = isinstance(stored["host"]["sha256"], str) and all(
+            isinstance(stored[name], kind)
+            for name, kind in (("variants", dict), ("files_sha256", dict), ("datasets", list), ("versions", dict))
+        )
+    except FileNotFoundError:
+        if foreign := [name for name in REPORTS if (folder / name).exists()]:
+            raise ValueError(
+                f"{folder} holds {', '.join(foreign)} but no {SETTINGS} of a run; choose another --out"
+            ) from None
+        return None
+    except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ValueError(f"{file} is no run's settings ({_reason(error)}); choose another --out") from error
+    if not is_run:
+        raise ValueError(f"{file} is no run's settings; choose another --out")
+    return stored
+
+
+def _read_cases(file: Path) -> tuple[list[CaseResult], bool]:
+    """The cases, and whether the end of the file has to be mended."""
+    lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
+    last = lines.pop()  # empty, unless a run was ended while it wrote a line
+    cases = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                cases.append(_parse_case(line))
+            except ValueError as error:
+                raise ValueError(
+                    f"{file}, line {number}: {_reason(error)}; remove that line (its case is run again then), or "
+                    "choose another --out"
+                ) from error
+    if last:
+        try:
+            cases.append(_parse_case(last))
+        except ValueError:  # left there, the next case would be glued to it
+            pass
+    return cases, bool(last)
+
+
+def _parse_case(line: bytes) -> CaseResult:
+    """Raises `ValueError` for what is no finished case."""
+    content = json.loads(line.decode("utf-8"), parse_constant=_refuse)
+    if not isinstance(content, dict) or not isinstance(content.get("variants"), list) or not content["variants"]:
+        raise ValueError("no case with variants")
+    for record in content["variants"]:
+        for name, kind in _FIELDS.items():
+            value = record.get(name, _FIELDS) if isinstance(record, dict) else _FIELDS
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise ValueError(f"a variant without a proper {name!r}")
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name!r} is not finite")
+        if (record["dataset"], record["seed"]) != (content.get("dataset"), content.get("seed")):
+            raise ValueError("a variant of another case")
+    return CaseResult(content["dataset"], content["seed"], content["variants"])
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(f"{constant} is no figure")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return "not UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg}"
+    return f"no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _with_keys(folder: Path, cases: list[CaseResult], stored: dict[str, Any] | None) -> list[CaseResult]:
+    """Take up the folder of an earlier version, whose one plan decided all of its cases."""
+    if stored is None:
+        raise ValueError(f"{folder} holds cases but no {SETTINGS} that says how they were run; choose another --out")
+    for label in stored["variants"]:
+        if (old := folder / f"retrofit-{label}.json").exists():
+            old.replace(_retrofit_file(folder, stored, label))
+
+    def keyed(record: dict[str, Any]) -> dict[str, Any]:
+        dataset, seed, label = (record[name] for name in ("dataset", "seed", "variant"))
+        known = label in stored["variants"]
+        return {"key": record_key(stored, dataset, seed, label) if known else None} | record
+
+    return [CaseResult(case.dataset, case.seed, [keyed(record) for record in case.variants]) for case in cases]
+
+
+def _shared(settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What decides the cases that both have."""
+    kept = {name: value for name, value in settings.items() if name not in ("seeds", "datasets")}
+    for name in ("variants", "files_sha256"):
+        kept[name] = {key: value for key, value in settings[name].items() if key in other[name]}
+    kept["host"] = settings["host"]["sha256"][:12]
+    return kept
+
+
+def _differences(stored: Any, wanted: Any, name: str = "") -> list[str]:
+    if isinstance(stored, dict) and isinstance(wanted, dict):
+        keys = list(dict.fromkeys([*stored, *wanted]))
+        return [d for key in keys for d in _differences(stored.get(key), wanted.get(key), f"{name}.{key}".strip("."))]
+    return [] if stored == wanted else [f"{name}: {json.dumps(stored)} there, {json.dumps(wanted)} here"]

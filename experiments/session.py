@@ -1,0 +1,187 @@
+"""`oretrofit eval` from its options to its report: what there is is reused, what is missing is run, all is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..calibration import settings
+from ..calibration.variants import VARIANTS
+from ..retrofit.options import (
+    check_between,
+    check_calibration,
+    check_choice,
+    check_folder,
+    check_host,
+    check_input,
+    check_outputs,
+    host_file,
+    unwritten,
+)
+from ..retrofit.terminal import interrupted, open_progress, print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .evaluate import Failure, Plan
+    from .runs import CaseResult, Run
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """The options of `oretrofit eval`, checked before the seconds of importing torch. Raises `ValueError`."""
+
+    variant: list[str] | None
+    suite: str
+    seeds: int
+    device: str
+    host: str | None
+    retrofit: Path | None
+    max_rows: int
+    precision: str
+    delta: float
+    quantile: float
+    tables: int
+    out: Path | None
+    json_file: Path | None
+    datasets: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Check them, and read the tables."""
+        for name in self.variant or ():
+            check_choice("--variant", name, (settings.IDENTITY, *VARIANTS))
+        check_between("--seeds", self.seeds, 1, settings.MOST_SEEDS)
+        check_choice("--device", self.device, settings.DEVICES)
+        if self.host is not None:
+            check_host(self.host)
+        check_input("--retrofit", self.retrofit)
+        settings.check_count("--max-rows", self.max_rows, least=2)
+        check_choice("--precision", self.precision, settings.PRECISIONS)
+        check_calibration(self.delta, self.quantile, self.tables)
+        check_folder("--out", self.out)
+        from .datasets import files_of, read_suite
+
+        object.__setattr__(self, "datasets", read_suite(self.suite))
+        check_outputs({"--json": self.json_file}, [self.retrofit, *files_of(self.datasets), *host_file(self.host)])
+
+
+def run_session(options: EvalOptions, console: Console) -> list[str]:
+    """Run what is missing of a plan, print and write the report; the errors to end with, each in a line.
+
+    Raises `ValueError` for what cannot be run, `OSError` for a folder that cannot be written to.
+    """
+    from . import evaluate, report
+    from .runs import open_run
+    from .style import short_datasets
+
+    plan = _plan(options)
+    folder = options.out or Path("runs") / f"eval-{Path(plan.host.name or 'host').stem}-{options.precision}"
+    if options.json_file is not None and options.json_file.resolve().parent == folder.resolve():
+        raise ValueError(f"--json {options.json_file} is in the run's own folder, where summary.json holds the same")
+    names = short_datasets(plan.datasets)
+    with open_run(folder, plan.settings()) as opened:
+        _say_what_is_there(console, opened, len(plan.datasets) * plan.seeds)
+        cases, failures = _run_missing(plan, opened, names, console)
+        rows = evaluate.case_rows(cases)
+        summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures])
+        if cases:
+            changes = report.case_cells(rows, names)
+            print_table(console, *changes, title="RMSE change of each case against the host, %")
+            print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
+            console.print(report.notes(summary))
+        errors = _write_report(folder, summary, rows, options.json_file, console)
+    if failures:
+        errors.append(_failed_cases(failures, len(plan.datasets) * plan.seeds))
+    return errors
+
+
+def _plan(options: EvalOptions) -> Plan:
+    from ..calibration.predicting import resolve_device
+    from ..retrofit.api import load
+    from ..retrofit.hosts import load_host
+    from .evaluate import Plan
+
+    given = load(options.retrofit, options.host) if options.retrofit else None
+    return Plan(
+        host=given.host if given else load_host(options.host or settings.HOST),
+        datasets=options.datasets,
+        seeds=options.seeds,
+        variants=tuple(options.variant or (() if given else settings.PAPER_VARIANTS)),
+        given=given,
+        delta=options.delta,
+        quantile=options.quantile,
+        tables=options.tables,
+        max_rows=options.max_rows,
+        precision=options.precision,
+        device=resolve_device(options.device),
+    )
+
+
+def _run_missing(
+    plan: Plan, opened: Run, names: dict[str, str], console: Console
+) -> tuple[list[CaseResult], list[Failure]]:
+    from . import evaluate, report
+
+    try:
+        with open_progress(console) as progress:
+            calibrating = progress.add_task("Calibrating", total=plan.tables)
+            running = progress.add_task("Cases", total=len(opened.missing()))
+
+            def show(line: str) -> None:
+                progress.advance(running)
+                console.print(line, soft_wrap=True)
+
+            return evaluate.evaluate(
+                plan,
+                opened,
+                on_table=lambda: progress.advance(calibrating),
+                on_case=lambda case: show(report.case_line(case.variants, names)),
+                on_failure=lambda f: show(f"{names[f.dataset]} seed {f.seed} failed: {f.reason}"),
+            )
+    except KeyboardInterrupt as stop:
+        interrupted(stop, f"Interrupted. Finished cases are in {opened.folder}; the same command again resumes there.")
+    except OSError as error:
+        safe = f"the {len(opened.cases)} cases before it are safe in {opened.folder}; the same command again goes on"
+        raise OSError(error.errno, f"{error.strerror}; {safe}", error.filename) from error
+
+
+def _write_report(
+    folder: Path, summary: dict[str, Any], rows: Any, json_file: Path | None, console: Console
+) -> list[str]:
+    from ..retrofit.files import write_json
+    from .report import report_files
+    from .runs import REPORTS
+
+    files: dict[Path | None, Callable[[Path], None]] = {
+        folder / name: write for name, write in report_files(summary, rows).items()
+    }
+    safe = f"every finished case is safe in {folder / 'cases.jsonl'}; the same command again writes the rest"
+    errors = unwritten({**files, json_file: partial(write_json, summary)}, safe)
+    written = [name for name in REPORTS if folder / name in files]
+    console.print(f"In {folder}: {', '.join([*written, 'cases.jsonl', 'settings.json'])}", soft_wrap=True)
+    return errors
+
+
+def _say_what_is_there(console: Console, opened: Run, total: int) -> None:
+    missing = opened.missing()
+    if done := total - len(missing):
+        console.print(f"{done} of {total} cases are in {opened.folder} already and are not run again.", soft_wrap=True)
+    if partly := sum(len(labels) < len(opened.settings["variants"]) for labels in missing.values()):
+        console.print(f"{partly} of {total} are there for some of the variants; the others are added.", soft_wrap=True)
+    if opened.cases and opened.differences:
+        differing = "; ".join(opened.differences)
+        console.print(f"What ran there before ran otherwise ({differing}); it is kept, not used.", soft_wrap=True)
+
+
+def _failed_cases(failures: list[Failure], total: int) -> str:
+    failed, may_pass = len(failures), sum(failure.may_pass for failure in failures)
+    text = f"{failed} of {total} cases failed"
+    if may_pass == failed:
+        return f"{text}; the same command again retries them"
+    advice = "mend what is named above, or leave them out of --suite or --seeds"
+    if may_pass == 0:
+        return f"{text} and would fail again: {advice}"
+    return f"{text}; the same command again retries {may_pass} of them, the others would fail again: {advice}"

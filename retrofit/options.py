@@ -1,0 +1,168 @@
+"""Options that commands share, checked by name before the seconds of importing torch, and the files they end with."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Annotated
+
+import typer
+
+from ..calibration import settings
+from .files import check_writable, replacing
+
+_FLOAT32 = 3.4e38  # about the largest number
+_MANY = 10_000_000  # of anything; more is a slip of the keyboard, or a seed in the wrong place
+
+
+def bold(names: Iterable[str]) -> str:
+    """Names for a help text."""
+    return ", ".join(f"[b]{name}[/b]" for name in names)
+
+
+Host = Annotated[str, typer.Option(help=f"{bold(settings.HOST_NAMES)} or a checkpoint file.")]
+Device = Annotated[str, typer.Option(help="[b]auto[/b] (a GPU if there is one), [b]cpu[/b] or [b]cuda[/b].")]
+Suite = Annotated[
+    str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
+]
+Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
+Delta = Annotated[float, typer.Option(help="How much presence a live token at the quantile loses, between 0 and 1.")]
+Quantile = Annotated[float, typer.Option(help="Which quantile of ||h||² keeps presence 1 - delta, from 0 to 1.")]
+Tables = Annotated[int, typer.Option(help="Synthetic tables to calibrate on.")]
+Variants = Annotated[list[str] | None, typer.Option("--variant", help="As of patch; repeatable. Default: all.")]
+Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the tables (PNG).")]
+NamedHost = Annotated[
+    str | None, typer.Option(help=f"As of patch. Default: {settings.HOST}, or the host that --retrofit names.")
+]
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path | None] = ()) -> None:
+    """Raise `ValueError` now, with the option's name, for a file that could not be written, or must not be."""
+    taken = {path.expanduser().resolve(): "what is read" for path in inputs if path is not None}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        try:
+            place = path.resolve()
+            if place in taken:
+                raise ValueError(f"{option} {path} would overwrite {taken[place]}; give another file")
+            check_writable(path)
+        except OSError as error:
+            raise ValueError(f"{option} {what_failed(error)}; give a file in a folder that can be written to") from None
+        taken[place] = "what another option writes"
+
+
+def check_folder(option: str, folder: Path | None) -> None:
+    """Raise `ValueError` now for a folder that could not be made or written to; it is not made here."""
+    if folder is None:
+        return
+    try:
+        existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    except OSError as error:  # too long a name
+        raise ValueError(f"{option} {what_failed(error)}; give another folder") from None
+    if not existing.is_dir():
+        raise ValueError(f"{option} {folder}: {existing} is a file; give a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(f"{option} {folder}: {existing} cannot be written to; give another folder")
+
+
+def check_input(option: str, file: Path | None) -> None:
+    """Raise `ValueError` for a file that is not there."""
+    if file is not None and not file.is_file():
+        raise ValueError(f"{option} {file}: {'that is a folder' if file.is_dir() else 'there is no such file'}")
+
+
+def check_plot(file: Path | None) -> None:
+    """Raise `ValueError` for a `--plot` that is no PNG file."""
+    if file is not None and file.suffix.lower() != ".png":
+        raise ValueError(f"--plot writes a .png file, not {file.name!r}")
+
+
+def check_host(host: str) -> None:
+    """Raise `ValueError` now for a host that is nowhere; what it is takes torch to see."""
+    if host in settings.HOST_NAMES:
+        return
+    with suppress(OSError, RuntimeError):  # too long a name, or the home of nobody
+        path = Path(host).expanduser()
+        if path.is_file():
+            return
+        if path.is_dir():
+            raise ValueError(
+                f"--host {host!r} is a folder; give a checkpoint file, or {', '.join(settings.HOST_NAMES)}"
+            )
+    known = ", ".join(settings.HOST_NAMES)
+    raise ValueError(f"--host: no host {host!r}: neither a known name ({known}) nor an existing checkpoint file")
+
+
+def check_choice(option: str, value: str, known: Iterable[str]) -> None:
+    """Raise `ValueError` for a name that is not among the known ones."""
+    if value not in known:
+        raise ValueError(f"{option}: unknown {option.strip('-')} {value!r}; there are: {', '.join(known)}")
+
+
+def check_between(option: str, value: float, low: float, high: float) -> None:
+    """Raise `ValueError` unless the value lies there, ends included."""
+    if not low <= value <= high:
+        raise ValueError(f"{option} must lie between {low} and {high}, not {value}")
+
+
+def check_tau(tau: float | None) -> None:
+    """Raise `ValueError` for a `--tau` that is no scale."""
+    if tau is not None and not 0 < tau <= _FLOAT32:
+        raise ValueError(f"--tau must be a positive number within float32, not {tau}")
+
+
+def check_calibration(delta: float, quantile: float, tables: int) -> None:
+    """Raise `ValueError` for a `--delta`, `--quantile` or `--tables` out of range."""
+    if not 0 < delta < 1:
+        raise ValueError(f"--delta is 1 minus a presence and must lie between 0 and 1, ends excluded, not {delta}")
+    check_between("--quantile", quantile, 0, 1)
+    check_positive(tables=tables)
+
+
+def host_file(host: str | None) -> list[Path]:
+    """The host's file, if it is one."""
+    return [] if host is None or host in settings.HOST_NAMES else [Path(host)]
+
+
+def unwritten(files: Mapping[Path | None, Callable[[Path], None]], safe: str = "") -> list[str]:
+    """Write files, each whole or not at all; one that fails does not keep the others from being written.
+
+    Returns a message for each that failed: with what is `safe`, or else where its content was put instead.
+    """
+
+    def put(path: Path, write: Callable[[Path], None]) -> None:
+        with replacing(path) as part:
+            write(part)
+
+    errors = []
+    for path, write in files.items():
+        if path is None:
+            continue
+        try:
+            put(path, write)
+        except OSError as error:
+            errors.append(f"{what_failed(error)}{safe and f'; {safe}'}")
+            for folder in () if safe else (Path.cwd(), Path(tempfile.gettempdir())):
+                kept = folder / f"{path.stem}-{token_hex(4)}{path.suffix}"
+                with suppress(OSError):
+                    put(kept, write)
+                    errors[-1] += f"; what was to be written is in {kept}"
+                    break
+    return errors
+
+
+def what_failed(error: OSError) -> str:
+    """The file and the reason, in a line."""
+    return f"{error.filename}: {error.strerror or error}" if error.filename else error.strerror or str(error)
+
+
+def check_positive(**numbers: int) -> None:
+    """Raise `ValueError`, with the option's name, for a number below 1 or beyond reason."""
+    for name, number in numbers.items():
+        settings.check_count(f"--{name}", number, most=_MANY)

@@ -1,0 +1,230 @@
+"""`predict_groups`: one long table, of which every group is predicted from its own rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import numpy as np
+import pandas as pd
+
+from ..columns import Table, take
+from ..long_table import LongTable, read_groups
+from .predicting import QUANTILES, Retrofitted, TableError, check_closed, predict_ragged
+from .report import RaggedReport, Tally
+
+POOLED = "(pooled)"
+
+_POINTS = ("mean", "median", "mode")
+
+
+class _Part(NamedTuple):
+    """A table to be: what it is called, the positions of its train rows (None: all) and of its test rows."""
+
+    group: Hashable
+    train: np.ndarray | None
+    test: np.ndarray
+
+
+@overload
+def predict_groups(
+    retrofit: Retrofitted,
+    train: pd.DataFrame,
+    test: pd.DataFrame,
+    *,
+    target: str,
+    by: str,
+    return_report: Literal[False] = False,
+    **settings: Any,
+) -> pd.Series | pd.DataFrame: ...
+
+
+@overload
+def predict_groups(
+    retrofit: Retrofitted,
+    train: pd.DataFrame,
+    test: pd.DataFrame,
+    *,
+    target: str,
+    by: str,
+    return_report: Literal[True],
+    **settings: Any,
+) -> tuple[pd.Series | pd.DataFrame, RaggedReport]: ...
+
+
+def predict_groups(
+    retrofit: Retrofitted,
+    train: pd.DataFrame,
+    test: pd.DataFrame,
+    *,
+    target: str,
+    by: str,
+    output_type: str = "mean",
+    quantiles: list[float] | None = None,
+    min_rows: int = 2,
+    too_few: str = "error",
+    return_report: bool = False,
+    **settings: Any,
+) -> pd.Series | pd.DataFrame | tuple[pd.Series | pd.DataFrame, RaggedReport]:
+    """Predict every group of one long table from its own train rows, like so many tables of their own.
+
+    Args:
+        retrofit: Of the variant `closed`. As a method, the retrofit itself.
+        train: Group, target and features. Groups that have no rows in `test` play no part but in `pooled`.
+        test: Group and the same features, in any order; a target column is left aside.
+        target: The column to predict.
+        by: The column that names the group (a store, a series, a patient). It is no feature.
+        output_type: `mean`, `median`, `mode`, `quantiles`, or `main` for all of these.
+        quantiles: As of `TabPFNRegressor.predict`.
+        min_rows: How many train rows a group needs, 2 at least.
+        too_few: What becomes of the test rows of groups with fewer (or no) train rows: `error` names
+            these groups; `nan` leaves their predictions missing; `pooled` predicts them from the train
+            rows of all groups as one table.
+        return_report: Also return what was done. Its errors are keyed by group, `(pooled)` for the pooled one,
+            and with `too_few="nan"` name the groups left out, too.
+        settings: As of `predict_ragged`, `TabPFNRegressor`'s options included. With `on_error="skip"` the
+            predictions of a bad group are missing. `categorical_features_indices` count the columns of
+            `train` without target and group.
+
+    Returns:
+        In the order and with the index of `test`, a Series called `target`; for `quantiles` a DataFrame
+        with a column for each, and for `main` one with `mean`, `median` and `mode` before them. With
+        `return_report` that, and a `RaggedReport`.
+
+    Raises:
+        ValueError: As of `predict_ragged`; a group that cannot be predicted; a column that is missing
+            from `train` or `test`, rows without a group, a group column that is different in every row
+            of `train` or text in only one of the two, or, with `too_few="error"`, groups with too few train rows.
+    """
+    _check_settings(output_type, quantiles, min_rows, too_few)
+    check_closed(retrofit)
+    features = check_groups(train, test, target=target, by=by)
+    table = read_groups(
+        Table("train", train),
+        Table("test", test),
+        features,
+        target=target,
+        by=by,
+        min_rows=min_rows,
+        too_few=too_few,
+        skip=settings.get("on_error") == "skip",
+    )
+    for note in table.notes:
+        warnings.warn(note, stacklevel=2)
+    parts, few = _cut(table, by, min_rows, too_few)
+    X_train, y_train, X_test = table.train[features], table.train[target], table.test[features]
+    tables = [
+        (X_train, y_train, X_test.iloc[part.test])
+        if part.train is None
+        else (take(X_train, part.train), y_train.iloc[part.train], take(X_test, part.test))
+        for part in parts
+    ]
+    settings = table.options(settings)
+    answers, report = _predict_parts(retrofit, parts, tables, output_type=output_type, quantiles=quantiles, **settings)
+    frame = _as_frame(answers, parts, test.index, output_type, QUANTILES if quantiles is None else quantiles)
+    found = frame if output_type in ("main", "quantiles") else pd.Series(frame.iloc[:, 0], name=target)
+    errors = {_plain(group): reason for group, reason in table.faulty.items()}
+    errors |= {_plain(parts[index].group): reason for index, reason in report.errors.items()}
+    return (found, dataclasses.replace(report, errors=errors | few)) if return_report else found
+
+
+def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: str) -> list[Hashable]:
+    """The features: what train has beside target and group. Raises `ValueError` as of `predict_groups`."""
+    for name, column in (("by", by), ("target", target)):
+        if not isinstance(column, Hashable):
+            raise ValueError(f"{name} is the name of one column, not {column!r}")
+    if target == by:
+        raise ValueError(f"{target!r} cannot be both target and group")
+    for name, frame in (("train", train), ("test", test)):
+        if not isinstance(frame, pd.DataFrame):
+            raise ValueError(f"{name} is a DataFrame, not a {type(frame).__name__}")
+        if frame.empty:
+            raise ValueError(f"{name} has no rows")
+        if frame.columns.has_duplicates:
+            raise ValueError(f"{name} has several columns called {frame.columns[frame.columns.duplicated()][0]!r}")
+        if by not in frame.columns:
+            raise ValueError(f"{name} has no group column {by!r}")
+        if frame[by].isna().any():
+            raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}")
+        if not frame[by].map(lambda group: isinstance(group, Hashable)).all():
+            raise ValueError(f"{by!r} of {name} holds values that cannot name a group, such as {frame[by].iloc[0]!r}")
+    if target not in train.columns:
+        raise ValueError(f"train has no target column {target!r}")
+    if len(train) > 1 and train[by].is_unique:
+        raise ValueError(f"every row of train is a group of its own: {by!r} names rows, not groups")
+    text = [{isinstance(group, str) for group in frame[by].unique()} for frame in (train, test)]
+    if text in ([{True}, {False}], [{False}, {True}]):
+        kinds = f"{train[by].dtype} in train and {test[by].dtype} in test"
+        raise ValueError(f"no group of test is in train: {by!r} is {kinds}")
+    features = [column for column in train.columns if column not in (target, by)]
+    if not features:
+        raise ValueError(f"train has no columns beside {target!r} and {by!r} to predict from")
+    others = set(test.columns) - {target, by}
+    if missing := [column for column in features if column not in others]:
+        raise ValueError(f"test lacks columns that train has: {missing}")
+    if extra := sorted(others - set(features), key=str):
+        raise ValueError(f"test has columns that train lacks: {extra}")
+    return features
+
+
+def _check_settings(output_type: str, quantiles: list[float] | None, min_rows: int, too_few: str) -> None:
+    if output_type not in (*_POINTS, "quantiles", "main"):
+        raise ValueError(f"output_type is mean, median, mode, quantiles or main for groups, not {output_type!r}")
+    if too_few not in ("error", "nan", "pooled"):
+        raise ValueError(f"too_few is 'error', 'nan' or 'pooled', not {too_few!r}")
+    if min_rows < 2:
+        raise ValueError(f"TabPFN needs two train rows at least, so min_rows cannot be {min_rows}")
+    if output_type == "quantiles" and quantiles is not None and not len(quantiles):
+        raise ValueError("quantiles is empty")
+
+
+def _cut(table: LongTable, by: str, min_rows: int, too_few: str) -> tuple[list[_Part], dict[Any, str]]:
+    """The tables to predict, and with `too_few="nan"` what is wrong with each group that has none."""
+    rows_of, wanted = _rows_by_group(table.train[by]), _rows_by_group(table.test[by])
+    known = {group: len(rows_of.get(group, ())) for group in wanted if group not in table.faulty}
+    few = [group for group, rows in known.items() if rows < min_rows]
+    parts = [_Part(group, rows_of[group], wanted[group]) for group, rows in known.items() if rows >= min_rows]
+    if few and too_few == "pooled":
+        parts.append(_Part(POOLED, None, np.sort(np.concatenate([wanted[group] for group in few]))))
+        few = []
+    return parts, {_plain(group): f"train rows: {known[group]}; at least {min_rows} are needed" for group in few}
+
+
+def _rows_by_group(groups: pd.Series) -> dict[Hashable, np.ndarray]:
+    """Positions of each group's rows, groups as they first appear."""
+    groups = groups.reset_index(drop=True)  # its index may have the name of the column
+    return groups.groupby(groups, sort=False, observed=True).indices
+
+
+def _predict_parts(
+    retrofit: Retrofitted, parts: Sequence[_Part], tables: Sequence[tuple[Any, Any, Any]], **settings: Any
+) -> tuple[list[Any], RaggedReport]:
+    """`predict_ragged`, where there is anything to predict, with a bad table called by its group."""
+    if not tables:
+        return [], Tally().report(0, {})
+    try:
+        return predict_ragged(retrofit, *map(list, zip(*tables, strict=True)), return_report=True, **settings)
+    except TableError as error:
+        raise ValueError(f"group {_plain(parts[error.index].group)!r}: {error.reason}") from error.__cause__
+
+
+def _as_frame(
+    answers: Sequence[Any], parts: Sequence[_Part], index: pd.Index, output_type: str, levels: Sequence[float]
+) -> pd.DataFrame:
+    """Each part's answer at its test rows; missing where there is none."""
+    points = {"main": list(_POINTS), "quantiles": []}.get(output_type, [output_type])
+    columns = [*points, *(levels if output_type in ("main", "quantiles") else [])]
+    values = np.full((len(index), len(columns)), np.nan)
+    for part, answer in zip(parts, answers, strict=True):
+        if isinstance(answer, Mapping):
+            answer = [answer[point] for point in points] + list(answer["quantiles"])
+        if answer is not None:
+            values[part.test] = np.asarray(answer).reshape(len(columns), -1).T
+    return pd.DataFrame(values, index=index, columns=columns)
+
+
+def _plain(group: Any) -> Any:
+    """The name of a group as Python's own kind of number."""
+    return group.item() if isinstance(group, np.generic) else group

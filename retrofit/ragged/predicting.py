@@ -1,0 +1,341 @@
+"""`predict_ragged`: many tables of any sizes, answered as `fit` and `predict` do one by one.
+
+Everything but the forward pass is TabPFN's own: each table is fitted by a `TabPFNRegressor` of its own, and
+its logits are decoded by that. In between, the ensemble members of many tables are padded with NULL rows and
+columns, which do not exist for a closed retrofit (docs/theory.md), and go through the model together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any, Literal, Protocol, overload
+
+import pandas as pd
+import torch
+from tabpfn import TabPFNRegressor
+from tabpfn.base import ModelSpecs
+from torch import Tensor, nn
+
+from .. import tabpfn_api
+from .passes import Passes, limited_threads
+from .planning import DEFAULT_PADDING, MAX_CELLS, Costs
+from .preparing import Job, Preparation, default_n_jobs, rough_size, start_method
+from .report import RaggedReport, Tally
+
+OUTPUT_TYPES = ("mean", "median", "mode", "quantiles", "main", "full")
+QUANTILES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
+
+# Tables are run and decoded in chunks, of so many by device, whose inputs and logits stay below this many numbers
+# (0.5 GB).
+_CHUNK_TABLES = {"cpu": 16, "cuda": 512}
+_CHUNK_NUMBERS = 2**27
+
+# A table as it is given: X_train, y_train, X_test.
+Table = tuple[Any, Any, Any]
+
+
+class Retrofitted(Protocol):
+    """What predicts: a `Retrofit`."""
+
+    @property
+    def variant(self) -> str:
+        """`closed`, or it is refused."""
+
+    @property
+    def specs(self) -> ModelSpecs:
+        """A fresh copy of the patched model, which may be used up."""
+
+
+class TableError(ValueError):
+    """A table, `index` in the lists, that cannot be predicted."""
+
+    def __init__(self, index: int, error: Exception) -> None:
+        super().__init__(index, error)
+        self.index = index
+
+    @property
+    def reason(self) -> str:
+        """What was wrong with it."""
+        error = self.args[1]
+        return str(error) or type(error).__name__
+
+    def __str__(self) -> str:
+        """Which table, and what was wrong with it."""
+        return f"table {self.index}: {self.reason}"
+
+
+@overload
+def predict_ragged(
+    retrofit: Retrofitted,
+    X_trains: Sequence[Any],
+    y_trains: Sequence[Any],
+    X_tests: Sequence[Any],
+    *,
+    return_report: Literal[False] = False,
+    **settings: Any,
+) -> list[Any]: ...
+
+
+@overload
+def predict_ragged(
+    retrofit: Retrofitted,
+    X_trains: Sequence[Any],
+    y_trains: Sequence[Any],
+    X_tests: Sequence[Any],
+    *,
+    return_report: Literal[True],
+    **settings: Any,
+) -> tuple[list[Any], RaggedReport]: ...
+
+
+def predict_ragged(
+    retrofit: Retrofitted,
+    X_trains: Sequence[Any],
+    y_trains: Sequence[Any],
+    X_tests: Sequence[Any],
+    *,
+    output_type: str = "mean",
+    quantiles: list[float] | None = None,
+    max_padding: float = DEFAULT_PADDING,
+    max_cells: int | None = None,
+    on_error: str = "raise",
+    n_jobs: int | None = None,
+    return_report: bool = False,
+    on_tables: Callable[[int], None] | None = None,
+    **options: Any,
+) -> list[Any] | tuple[list[Any], RaggedReport]:
+    """Predict many tables of any row and column counts, as `fit` and `predict` do one by one.
+
+    Each table is preprocessed and decoded by a `TabPFNRegressor` of its own: same ensemble members, same
+    seeds, its own target scaling and borders. Only the forward passes are shared: members of all tables
+    are padded with NULL rows and columns, which do not exist for a `closed` retrofit.
+
+    Args:
+        retrofit: Of the variant `closed`. As a method, the retrofit itself.
+        X_trains: One table each: arrays or DataFrames, with categories and missing cells.
+        y_trains: The targets of their rows.
+        X_tests: The rows to predict.
+        output_type: As of `TabPFNRegressor.predict`.
+        quantiles: As of `TabPFNRegressor.predict`.
+        max_padding: The largest share of a forward pass's work that may be padding, in [0, 1).
+        max_cells: Rows times columns that may go through the model together; by device, by default. What does not
+            fit into the device's memory is halved, down to single members, and nothing is lost. On others than CPU
+            and CUDA (on MPS) every member runs alone, whatever is given here, with a warning.
+        on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
+        n_jobs: Processes that preprocess, beside the forward passes; 0 for none. By default half the cores (beside
+            a GPU all but one), as soon as there are enough tables to repay their start. While these work, the passes
+            take as many threads fewer of torch's, whose number is the process's: docs/threads.md. Should one be
+            killed, this process goes on alone, and warns.
+        return_report: Also return what was done.
+        on_tables: Called now and then with the number of tables that are done, to show progress.
+        options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
+            `inference_precision`, `categorical_features_indices` and so on. Of several devices the first is
+            used, and `show_progress_bar` shows none, both with a warning.
+
+    Returns:
+        For each table, in order, what `predict` returns for it. With `return_report` that, and a `RaggedReport`.
+
+    Raises:
+        TableError: A table that cannot be predicted.
+        ValueError: Another variant than `closed`, no tables, lists of unequal length, an option out of range.
+        TypeError: An option that `TabPFNRegressor` does not have.
+        NotImplementedError: `tuning_config` or majority downsampling, as `predict_batched` refuses them.
+    """
+    check_closed(retrofit)
+    quantiles = QUANTILES if quantiles is None else quantiles
+    _check_settings(output_type, quantiles, max_padding, max_cells, on_error, n_jobs)
+    results, report = _predict(
+        retrofit.specs,
+        _as_tables(X_trains, y_trains, X_tests),
+        options,
+        decode=functools.partial(_decode, output_type=output_type, quantiles=quantiles),
+        max_padding=max_padding,
+        max_cells=max_cells,
+        n_jobs=n_jobs,
+        skip=on_error == "skip",
+        on_tables=on_tables,
+    )
+    return (results, report) if return_report else results
+
+
+def check_closed(retrofit: Retrofitted) -> None:
+    """Raise `ValueError` for another variant than `closed`."""
+    if retrofit.variant != "closed":
+        raise ValueError(
+            f"padding is inert only in the variant 'closed', not in {retrofit.variant!r}; make one by "
+            "oretrofit.patch(host, variant='closed') or `oretrofit patch --variant closed --out FILE`"
+        )
+
+
+def _check_settings(
+    output_type: str,
+    quantiles: list[float],
+    max_padding: float,
+    max_cells: int | None,
+    on_error: str,
+    n_jobs: int | None,
+) -> None:
+    """Say now what `predict` would say after the forward passes, and what has no meaning."""
+    if output_type not in OUTPUT_TYPES:
+        raise ValueError(f"output_type is one of {', '.join(OUTPUT_TYPES)}, not {output_type!r}")
+    if not all(isinstance(q, float) and 0 <= q <= 1 for q in quantiles):
+        raise ValueError(f"quantiles are floats between 0 and 1, got {quantiles}")
+    if not 0 <= max_padding < 1:
+        raise ValueError(f"max_padding is a share in [0, 1), got {max_padding}")
+    if max_cells is not None and max_cells < 1:
+        raise ValueError(f"max_cells is at least 1, got {max_cells}")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    if n_jobs is not None and n_jobs < 0:
+        raise ValueError(f"n_jobs is a number of processes, 0 for none, got {n_jobs}")
+
+
+def _as_tables(X_trains: Sequence[Any], y_trains: Sequence[Any], X_tests: Sequence[Any]) -> list[Table]:
+    lists = [X_trains, y_trains, X_tests]
+    if any(isinstance(entries, (pd.DataFrame, pd.Series, str, dict)) for entries in lists):
+        raise ValueError("X_trains, y_trains and X_tests are lists with one entry a table")
+    lengths = [len(entries) for entries in lists]
+    if len(set(lengths)) > 1:
+        raise ValueError("X_trains, y_trains and X_tests must have equal length, got {}, {} and {}".format(*lengths))
+    if lengths[0] == 0:
+        raise ValueError("nothing to predict: no tables")
+    return list(zip(*lists, strict=True))
+
+
+def regressor_settings(specs: ModelSpecs, options: dict[str, Any]) -> tuple[TabPFNRegressor, int, dict[str, Any]]:
+    """A regressor that knows device and precision, its byte size, and what the workers build theirs with.
+
+    None of them has the weights.
+
+    Raises:
+        TypeError: An option that `TabPFNRegressor` does not have.
+        ValueError: An option that has no meaning here.
+        NotImplementedError: What `predict_batched` refuses: it is fitted table by table.
+    """
+    for name, only in (("model_path", None), ("fit_mode", "fit_preprocessors"), ("differentiable_input", False)):
+        if name in options and options[name] != only:
+            raise ValueError(f"{name} cannot be set here" + ("" if only is None else f" to anything but {only!r}"))
+    if isinstance(members := options.get("n_estimators", 1), int) and members < 1:
+        raise ValueError(f"n_estimators is at least 1, got {members}")
+    if options.get("tuning_config") is not None:
+        raise NotImplementedError("no tuning_config: the temperature is fitted table by table; use fit and predict")
+    # TabPFN asks a model for its device, so for a parameter. Not of a layer, whose weights would be drawn at random.
+    stand_in: Any = nn.ParameterList([torch.zeros(1)])
+    weightless = dataclasses.replace(specs, model=stand_in, norm_criterion=tabpfn_api.bar_distribution(specs))
+    options = {**options, "model_path": weightless}
+    template = TabPFNRegressor(**options)
+    if tabpfn_api.uses_majority_downsample(template):
+        raise NotImplementedError(
+            "no SAMPLE_SUBSAMPLING_METHOD='majority_downsample': its correction is fitted table by table; use fit and "
+            "predict"
+        )
+    byte_size = tabpfn_api.initialize(template)
+    # Workers run on the CPU, whatever the device and the precision of the forward passes.
+    worker_options = {**options, "device": "cpu", "inference_precision": torch.float32}
+    if template.devices_[0].type != "cpu":
+        no_limit, config = {"MAX_CPU_SAMPLES": sys.maxsize}, options.get("inference_config")
+        if isinstance(config, tabpfn_api.InferenceConfig):
+            worker_options["inference_config"] = dataclasses.replace(config, **no_limit)
+        else:
+            worker_options["inference_config"] = {**(config or {}), **no_limit}
+    return template, byte_size, worker_options
+
+
+def warn_of_the_ignored(template: TabPFNRegressor, max_cells: int | None) -> None:
+    """Say what was asked for and has no effect."""
+    device, *others = template.devices_
+    if others:
+        warnings.warn(f"of {1 + len(others)} devices only {device} is used", stacklevel=4)
+    if max_cells is not None and device.type not in MAX_CELLS:
+        warnings.warn(f"max_cells has no effect on {device}, where every member runs alone", stacklevel=4)
+    if template.show_progress_bar:
+        warnings.warn("show_progress_bar has no effect on many tables at once; see on_tables", stacklevel=4)
+
+
+def _predict(
+    specs: ModelSpecs,
+    tables: list[Table],
+    options: dict[str, Any],
+    *,
+    decode: Callable[[TabPFNRegressor, Tensor | None, int], Any],
+    max_padding: float,
+    max_cells: int | None,
+    n_jobs: int | None,
+    skip: bool,
+    on_tables: Callable[[int], None] | None,
+) -> tuple[list[Any], RaggedReport]:
+    """`predict_ragged` behind its checks, with what makes a table's answer of its logits."""
+    template, byte_size, worker_options = regressor_settings(specs, options)
+    warn_of_the_ignored(template, max_cells)
+    device, tally = template.devices_[0], Tally()
+    results: list[Any] = [None] * len(tables)
+    errors: dict[int, str] = {}
+
+    def refuse(index: int, error: Exception) -> None:
+        refusal = TableError(index, error)
+        if not skip:
+            raise refusal from error
+        errors[index] = refusal.reason
+
+    # Seeds are drawn in the caller's order. The order of work is by size, so that neighbours pad well to each other.
+    seeds = [tabpfn_api.infer_random_state(template.random_state)[0] for _ in tables]
+    jobs = [Job({**worker_options, "random_state": seed}, *table) for seed, table in zip(seeds, tables, strict=True)]
+    waiting = deque(sorted(range(len(jobs)), key=lambda i: rough_size(jobs[i])))
+    n_jobs = default_n_jobs(len(jobs), device) if n_jobs is None else n_jobs
+    most = _CHUNK_TABLES.get(device.type, 1)
+    chunk_tables = 2 if n_jobs else most  # so that the first forward pass need not wait long
+    with closing(Preparation([jobs[i] for i in waiting], n_jobs, start_method(device))) as preparation:
+        costs = Costs.of(specs.model, device, max_cells)
+        passes = Passes(specs.model, template, byte_size, costs, max_padding, preparation.threads, tally)
+        while waiting:
+            with tally.timed("preprocessing"):
+                chunk = _take_chunk(preparation, waiting, chunk_tables, specs.model.n_out, refuse)
+            totals, failed = passes.sum_logits(chunk)
+            with tally.timed("decoding"), limited_threads(preparation.threads()):
+                for index in [index for index in chunk if index not in failed]:
+                    try:
+                        results[index] = decode(chunk[index], totals.get(index), len(jobs[index].X_test))
+                    except Exception as error:
+                        failed[index] = error
+            for index, reason in failed.items():
+                refuse(index, reason)
+            chunk_tables = min(2 * chunk_tables, most)
+            if on_tables is not None:
+                on_tables(len(tables) - len(waiting))
+    return results, tally.report(len(tables) - len(errors), errors)
+
+
+def _take_chunk(
+    preparation: Preparation,
+    waiting: deque[int],
+    most_tables: int,
+    buckets: int,
+    refuse: Callable[[int, Exception], None],
+) -> dict[int, TabPFNRegressor]:
+    """The next tables' regressors by index, as many as may be run and decoded together; bad tables are refused."""
+    chunk: dict[int, TabPFNRegressor] = {}
+    numbers = 0
+    while waiting and len(chunk) < most_tables and numbers < _CHUNK_NUMBERS:
+        index, prepared = waiting.popleft(), preparation.take()
+        if isinstance(prepared, Exception):
+            refuse(index, prepared)
+            continue
+        chunk[index] = prepared
+        if not prepared.is_constant_target_:
+            numbers += prepared.executor_.numbers(buckets)
+    return chunk
+
+
+def _decode(
+    regressor: TabPFNRegressor, total_ML: Tensor | None, rows: int, output_type: str, quantiles: list[float]
+) -> Any:
+    """What `predict` returns for a table of so many test rows, from the sum of its members' logits."""
+    if total_ML is None:
+        return tabpfn_api.constant_prediction(regressor, rows, output_type, quantiles)
+    return tabpfn_api.decode(regressor, total_ML, len(regressor.executor_.members), output_type, quantiles)

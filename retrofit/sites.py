@@ -1,0 +1,75 @@
+"""`oretrofit patch`: a host patched and checked, and its sites as a user reads them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ..calibration import settings
+from .api import Retrofit, patch
+from .check import near_identity, synthetic_cases
+from .hosts import load_host
+from .patcher import known_spec
+from .terminal import Cells
+
+HELD_OUT_TABLES = 8  # on which host and variant are compared
+
+# Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
+Begin = Callable[[str, int | None], Callable[[int], None]]
+
+
+def patch_and_check(
+    host: str, variant: str, options: dict[str, Any], device: str, begin: Begin
+) -> tuple[Retrofit, dict[str, float]]:
+    """Patch a host, and compare its predictions before and after on held-out synthetic tables; see `near_identity`."""
+    calibrated, count = begin("Calibrating", options["tables"]), itertools.count(1)
+    retrofit = patch(load_host(host), variant, **options, device=device, on_table=lambda: calibrated(next(count)))
+    checked, checks = begin("Checking", 2 * HELD_OUT_TABLES), itertools.count(1)
+    cases = synthetic_cases(HELD_OUT_TABLES, options["seed"] + settings.HELD_OUT)
+    return retrofit, near_identity(retrofit, cases, on_case=lambda: checked(next(checks)), device=device)
+
+
+def patched_notes(retrofit: Retrofit, check: dict[str, float]) -> tuple[str, str]:
+    """What to read before the tables of sites, and what behind them."""
+    names = ", ".join(f"{short} = {name}" for name, short in known_spec(retrofit.model).short_names.items())
+    return (
+        f"{retrofit.variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.settings)}\n"
+        f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {names}\n",
+        f"On {HELD_OUT_TABLES} held-out synthetic tables, in float32: RMSE change mean "
+        f"{check['mean_rmse_delta_pct']:+.4f} %, largest {check['largest_rmse_delta_pct']:+.4f} %; largest shift of a "
+        f"prediction {check['max_abs_diff_sd']:.2g} target standard deviations.",
+    )
+
+
+def site_cells(retrofit: Retrofit) -> dict[str, Cells]:
+    """Header and cells of a retrofit's sites, by what became of the class.
+
+    Names are shortened as the host's `HostSpec` has it; the columns in percent are quantiles of `||h||^2`.
+    """
+    sites, spec = retrofit.table, known_spec(retrofit.model)
+    header = ["site", "carrier", "tau"]
+    calibrated = "sq_norm_q50" in sites
+    if calibrated:
+        header += ["1 %", "50 %", "99 %", "p min", "p med."]
+    tables = {}
+    for (host_class, o_class), group in sites.groupby(["host_class", "o_class"], sort=False):
+        cells = []
+        for site in group.to_dict("records"):
+            row = [
+                spec.shorten(site["name"]),
+                site["carrier"].replace("receiver and source", "both"),
+                f"{site['tau']:.3g}",
+            ]
+            if calibrated:
+                row += [_short_number(site[f"sq_norm_q{q}"]) for q in ("01", "50", "99")]
+                row += [f"{site[f'presence_{kind}']:.5f}" for kind in ("min", "median")]
+            cells.append(row)
+        tables[f"{host_class} -> {o_class}"] = (header, cells)
+    return tables
+
+
+def _short_number(value: float) -> str:
+    """At most six characters from 1e-4 to 1e6, for the narrow columns of the site table."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value >= 0.01 else f"{value:.2g}"

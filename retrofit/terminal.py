@@ -1,0 +1,134 @@
+"""What commands have in common: how they print, show progress, and end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+
+import typer
+
+from ..calibration.settings import DEVICES
+from .files import write_rows
+from .options import check_choice, unwritten, what_failed
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from rich.console import Console
+    from rich.progress import Progress
+
+# Header and rows of a table.
+Cells: TypeAlias = tuple[list[str], list[list[str]]]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which asks for the same as Ctrl-C."""
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Turn the errors that a user can do something about into one message and exit code 2, and interrupts into one."""
+
+    def terminate(*_: Any) -> NoReturn:
+        raise Terminated
+
+    in_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, terminate) if in_main else None
+    try:
+        yield
+    except ValueError as error:  # HostError, PatchError, RetrofitError and DatasetError are ValueErrors
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(2) from error
+    except BrokenPipeError:
+        raise  # the reader of the output has left: typer ends without a word
+    except OSError as error:
+        typer.echo(f"Error: {what_failed(error)}", err=True)
+        raise typer.Exit(2) from error
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).lower()
+        if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
+            raise
+        typer.echo(f"Error: there is not enough memory for this: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt as stop:
+        interrupted(stop, "Interrupted.")
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, before)
+
+
+def interrupted(stop: KeyboardInterrupt, message: str) -> NoReturn:
+    """Say so, and exit as a shell expects."""
+    typer.echo(f"\n{message}", err=True)
+    raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
+
+
+def exit_with(errors: Sequence[str]) -> None:
+    """Exit with code 1 if there are errors, each in a line."""
+    for error in errors:
+        typer.echo(f"Error: {error}", err=True)
+    if errors:
+        raise typer.Exit(1)
+
+
+def write_outputs(files: Mapping[Path | None, Callable[[Path], None]]) -> None:
+    """Write files, each whole or not at all, and exit with code 1 if one could not be written."""
+    exit_with(unwritten(files))
+
+
+def start(device: str) -> tuple[str, Console]:
+    """The device that `device` means here, and standard output; imports torch. Raises `ValueError` for no device."""
+    check_choice("--device", device, DEVICES)
+    from ..calibration.predicting import resolve_device
+
+    return resolve_device(device), open_console()
+
+
+def open_console() -> Console:
+    """Standard output, without markup."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def open_progress(console: Console) -> Progress:
+    """Progress bars, where the console is a terminal."""
+    from rich.progress import Progress
+
+    return Progress(console=console, transient=True, disable=not console.is_terminal)
+
+
+def begin_stage(progress: Progress, name: str, total: int | None) -> Callable[[int], None]:
+    """Begin a stage; what is returned is told how many of its steps are done."""
+    task = progress.add_task(name, total=total)
+    return lambda done: progress.update(task, completed=done)
+
+
+def print_table(console: Console, header: list[str], cells: list[list[str]], *, title: str, left: int = 1) -> None:
+    """Print a table, its first `left` columns flush left."""
+    from rich import box
+    from rich.table import Table
+
+    console.print(title)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+
+
+def frame_cells(frame: pd.DataFrame) -> Cells:
+    """Header and cells of any table, numbers to four digits."""
+    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in frame.to_numpy(dtype=object)]
+    return [str(column).replace("_", " ") for column in frame.columns], cells
+
+
+def print_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, *, title: str) -> None:
+    """Print a table and, where asked to, write it."""
+    print_table(console, *frame_cells(frame), title=title)
+    write_outputs({json_file: partial(write_rows, frame)})

@@ -1,0 +1,87 @@
+"""Which members share a forward pass, and how they are padded into one."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from oretrofit import patch
+from oretrofit.retrofit.ragged.passes import Member, pad
+from oretrofit.retrofit.ragged.planning import Costs, plan_batches
+
+
+@pytest.fixture(scope="module")
+def closed(tiny_host):
+    return patch(tiny_host, "closed", tau=1e-6)
+
+
+@given(
+    sizes=hnp.arrays(np.int64, st.tuples(st.integers(0, 40), st.just(3)), elements=st.integers(1, 300)),
+    max_padding=st.floats(0, 0.9),
+    costs=st.builds(
+        Costs,
+        cell=st.floats(1, 1e6),
+        row=st.floats(0, 1e8),
+        launch=st.floats(0, 1e12),
+        max_cells=st.integers(0, 10**6),
+    ),
+)
+@settings(deadline=None)
+def test_plan(sizes, costs, max_padding):
+    batches = plan_batches(sizes, costs, max_padding)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(sizes)))
+    for batch in batches:
+        own = sum((n + m) * (c * costs.cell + costs.row) for n, m, c in sizes[batch].tolist())
+        n, m, c = (max(column) for column in zip(*sizes[batch].tolist(), strict=True))
+        padded = len(batch) * (n + m) * (c * costs.cell + costs.row)
+        if len(batch) > 1:
+            assert 1 - own / padded <= max_padding + 1e-9
+            assert len(batch) * (n + m) * c <= costs.max_cells
+            # No dearer than a pass for each.
+            assert padded <= own + costs.launch * (len(batch) - 1) + 1e-6 * padded
+
+
+def test_plan_by_hand():
+    costs = Costs(cell=1, row=10, launch=1e9, max_cells=10**6)
+    sizes = np.array([[80, 20, 10], [8, 2, 10], [80, 20, 10], [79, 20, 10], [8, 2, 10]])
+    assert plan_batches(sizes, costs, 0.0) == [[0, 2], [3], [1, 4]]
+    # Own work 5980 of 3 * 2000, then 6180 of 4 * 2000 with one of the short members, but not with both.
+    assert plan_batches(sizes, costs, 0.2) == [[0, 2, 3], [1, 4]]
+    assert plan_batches(sizes, costs, 0.25) == [[0, 2, 3, 1], [4]]
+    assert plan_batches(sizes, costs, 0.4) == [[0, 2, 3, 1, 4]]
+    # Where a pass costs nothing, no padding pays.
+    assert plan_batches(sizes, dataclasses.replace(costs, launch=0), 0.9) == [[0, 2], [3], [1, 4]]
+    assert plan_batches(sizes, dataclasses.replace(costs, max_cells=2000), 0.2) == [[0, 2], [3], [1, 4]]
+
+
+def test_costs(closed):
+    """A row costs what the ICL stage and its CLS tokens do, a cell what the cells' stages do."""
+    model = closed.model
+    costs = Costs.of(model, torch.device("cpu"))
+    named = {name: p.numel() for name, p in model.named_parameters()}
+    cells = sum(n for name, n in named.items() if name.startswith(("feature_distribution", "column_aggregator")))
+    rows = sum(n for name, n in named.items() if name.startswith(("icl_blocks", "output_projection")))
+    assert (costs.cell, costs.row) == (cells, rows + 2 * cells)
+    assert Costs.of(model, torch.device("cpu"), 99).max_cells == 99
+    assert Costs.of(model, torch.device("mps"), 99).max_cells == 0  # every member alone
+
+
+def testpad():
+    def member(n, m, c):
+        return Member(torch.rand(n + m, c), torch.rand(n), 0, None)
+
+    members = [member(3, 1, 2), member(2, 2, 4)]
+    x_RBC, y_NB, structure = pad(members)
+    assert (x_RBC.shape, y_NB.shape) == ((5, 2, 4), (3, 2))
+    assert structure.rows_BR.tolist() == [[True, True, True, True, False], [True, True, False, True, True]]
+    assert structure.columns_BC.tolist() == [[True, True, False, False], [True, True, True, True]]
+    for i, m in enumerate(members):
+        live = x_RBC[:, i][structure.rows_BR[i]][:, structure.columns_BC[i]]
+        assert torch.equal(live, m.x_RC)
+        assert torch.equal(y_NB[: len(m.y_N), i], m.y_N)
+    same = pad([member(3, 1, 2), member(3, 1, 2)])[2]
+    assert same.rows_BR is None and same.columns_BC is None
