@@ -133,7 +133,7 @@ def take(frame: pd.DataFrame, rows: np.ndarray) -> pd.DataFrame:
 
 
 def _number_notations(tables: Sequence[Table]) -> list[_Notation]:
-    written = [notations.plain, notations.thousands, notations.decimal_comma]
+    written: list[_Notation] = [notations.plain, notations.thousands, notations.decimal_comma]
     # 1.234 is a thousand and more where numbers have decimal commas.
     return written[::-1] if any(table.decimal_comma for table in tables) else written
 
