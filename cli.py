@@ -170,6 +170,7 @@ def predict(
     console.print("\n".join(predicted.lines), soft_wrap=True)
     for line in predicted.warnings:
         typer.echo(line, err=True)
+    terminal.exit_with(predicted.errors)
 
 
 @app.command(epilog="Example: [b]oretrofit pretrain --steps 7500 --out runs/pretrain[/b]")

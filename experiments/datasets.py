@@ -8,7 +8,7 @@ by commas.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,37 +63,26 @@ def load_dataset(spec: str) -> Dataset:
     kind, _, rest = spec.partition(":")
     if kind == "openml":
         table, target = _read_openml(spec, int(rest))
-    elif kind == "csv":
-        file, target = file_and_target(spec)
-        table = _read_file(spec, file)
+    elif named := split_spec(spec):
+        table, target = _read_file(spec, named[0]), named[1]
     else:
         table, target = _read_file(spec, DATA_FOLDER / f"{spec}.parquet"), BUNDLED_TARGETS[spec]
     return _checked(spec, table, target)
 
 
-def file_and_target(spec: str) -> tuple[Path, str]:
-    """The file, with `~` expanded, and the target of a `csv:` spec; either may hold a `#`.
+def split_spec(spec: str) -> tuple[Path, str] | None:
+    """(file, target) of a spec that names a file, `~` expanded; None for others. Either name may hold a `#`.
 
-    Raises `DatasetError` if one of them is missing.
+    Raises `DatasetError` if one of the two is missing.
     """
-    rest = spec.removeprefix("csv:")
+    kind, _, rest = spec.partition(":")
+    if kind != "csv":
+        return None
     cuts = [i for i, letter in enumerate(rest) if letter == "#" and 0 < i < len(rest) - 1]
     if not cuts:
         raise DatasetError(f"{spec!r} must name a file and its target column: csv:FILE#target")
     pairs = [(Path(rest[:i]).expanduser(), rest[i + 1 :]) for i in cuts]
     return ([pair for pair in pairs if pair[0].exists()] or pairs)[-1]
-
-
-def short_names(specs: Iterable[str]) -> dict[str, str]:
-    """What tables and figures call datasets: a file by its name, and by its folders where names coincide."""
-    specs = list(dict.fromkeys(specs))
-    files = {spec: file_and_target(spec) for spec in specs if spec.startswith("csv:")}
-    names = {spec: spec for spec in specs}
-    for depth in range(max((len(file.parts) for file, _ in files.values()), default=0), 0, -1):
-        shorter = {spec: f"{'/'.join(file.parts[-depth:])}#{target}" for spec, (file, target) in files.items()}
-        alike = list(shorter.values())
-        names |= {spec: name for spec, name in shorter.items() if alike.count(name) == 1}
-    return names
 
 
 def resolve_suite(spec: str) -> list[str]:
@@ -125,13 +114,6 @@ def resolve_suite(spec: str) -> list[str]:
     return list(dict.fromkeys(specs))
 
 
-def split_spec(spec: str) -> tuple[str, str] | None:
-    """(file, target) of a spec that names a file; None for others."""
-    kind, _, rest = spec.partition(":")
-    file, _, target = rest.rpartition("#")
-    return (file, target) if kind == "csv" else None
-
-
 def check_datasets(specs: Iterable[str]) -> None:
     """Raise `DatasetError` now for a table on disk that is unusable; OpenML's are fetched when due."""
     for spec in specs:
@@ -151,7 +133,7 @@ def read_suite(suite: str) -> list[str]:
 
 def files_of(datasets: Iterable[str]) -> list[Path]:
     """The files among datasets."""
-    return [Path(found[0]) for found in map(split_spec, datasets) if found]
+    return [found[0] for found in map(split_spec, datasets) if found]
 
 
 def make_case(dataset: Dataset, seed: int, max_train_rows: int = 1000, max_test_rows: int = 500) -> Case:
@@ -197,7 +179,7 @@ def _check_spec(spec: str) -> None:
     """Raise unless `spec` has the form of a dataset spec."""
     kind, _, rest = spec.partition(":")
     if kind == "csv":
-        file_and_target(spec)
+        split_spec(spec)
     elif spec not in BUNDLED_TARGETS and not (kind == "openml" and _is_id(rest)):
         raise DatasetError(
             f"unknown dataset {spec!r}; possible are the bundled {', '.join(sorted(BUNDLED_TARGETS))}, "
@@ -301,7 +283,7 @@ def _checked_target(table: Table, name: str) -> tuple[np.ndarray, list[str]]:
     return target.y, target.notes
 
 
-def _with_calendar(X: pd.DataFrame, dates: list[str]) -> pd.DataFrame:
+def _with_calendar(X: pd.DataFrame, dates: Sequence[Hashable]) -> pd.DataFrame:
     """Put calendar features, those that TabPFN makes of dates, in the place of dates: other models know none."""
     if not dates:
         return X

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -367,5 +366,5 @@ def _may_pass(error: BaseException | None) -> bool:
 
 def _files_sha256(specs: Iterable[str]) -> dict[str, str]:
     """Of the files among the datasets, whose content may change under the same name."""
-    files = {spec: Path(found[0]) for spec in specs if (found := split_spec(spec))}
+    files = {spec: found[0] for spec in specs if (found := split_spec(spec))}
     return {spec: hashlib.sha256(file.read_bytes()).hexdigest() for spec, file in files.items()}

@@ -20,7 +20,7 @@ OTHER_STYLE = ("D", "#555555")
 
 def short_datasets(specs: Sequence[str]) -> dict[str, str]:
     """Each dataset's spec -> its short name: of a file without folders, but for those that tell it from the others."""
-    files = {spec: (PurePath(found[0]).parts, found[1]) for spec in specs if (found := split_spec(spec))}
+    files = {spec: (found[0].parts, found[1]) for spec in specs if (found := split_spec(spec))}
     names = {spec: spec for spec in specs}
     for folders in range(max((len(parts) for parts, _ in files.values()), default=0), 0, -1):
         shorter = {spec: f"{PurePath(*parts[-folders:])}#{target}" for spec, (parts, target) in files.items()}

@@ -102,7 +102,7 @@ def read_columns(tables: Sequence[Table], names: Iterable[Hashable]) -> Columns:
         frames,
         {name: column.kind for name, column in columns.items()},
         [note for column in columns.values() for note in column.notes],
-        [fault for column in columns.values() for fault in column.faults],
+        sorted(fault for column in columns.values() for fault in column.faults),
     )
 
 
@@ -118,7 +118,7 @@ def read_target(table: Table, name: Hashable) -> Target:
     if side.kind == "numbers" and side.plain:
         y = floats(side.values)
     elif side.kind == "text":
-        text, missing = _Text([side]), missing | values.isin(MISSING)
+        text, missing = _Text([side]), missing | side.values.isin(MISSING)
         notation = max(_number_notations([table]), key=lambda notation: text.count(0, notation))
         y = text.read(0, notation)
         notes = text.notes_on(notation, 0, table.place(name))
@@ -133,7 +133,7 @@ def take(frame: pd.DataFrame, rows: np.ndarray) -> pd.DataFrame:
 
 
 def _number_notations(tables: Sequence[Table]) -> list[_Notation]:
-    written = [notations.plain, notations.thousands, notations.decimal_comma]
+    written: list[_Notation] = [notations.plain, notations.thousands, notations.decimal_comma]
     # 1.234 is a thousand and more where numbers have decimal commas.
     return written[::-1] if any(table.decimal_comma for table in tables) else written
 
@@ -302,7 +302,7 @@ class _Column:
             marks = strays if i == 0 else [cell for cell in text.strays(0, way) if notations.is_mark(cell)]
             if gaps := [cell for cell in strays if cell in marks]:
                 more = len(text.rows(i, gaps)) - 1
-                others = f", nor are {more} more; these cells count" if more else "; the cell counts"
+                others = f", and so for {more} more; these cells count" if more else "; the cell counts"
                 self.notes.append(f"{self.places[i]}: {text.example(i, gaps)} is no {what}{others} as empty")
             self.faults += [
                 Fault(

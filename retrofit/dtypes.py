@@ -144,5 +144,5 @@ def floats(values: pd.Series) -> pd.Series:
 def as_text(value: Any) -> str:
     """A value as a CSV file would have it, whole numbers without a point."""
     if isinstance(value, _NUMBER) and not isinstance(value, (bool, np.bool_, *_DURATION)):
-        return str(int(value)) if np.isfinite(float(value)) and value == int(value) else str(value)
+        return str(int(value)) if np.isfinite(float(value)) and value == int(value) else str(value)  # type: ignore[arg-type]
     return str(value)

@@ -22,6 +22,8 @@ class LongTable:
     Attributes:
         train: Features, typed as `columns` says, the target as float64, and the group.
         test: Features and group.
+        target: The column of the target.
+        by: The column of the groups.
         kinds: `numbers`, `dates` or `categories`, by feature.
         few: The groups of test with too few train rows, where that is no error.
         faulty: What is wrong with each group that cannot be predicted; none of its rows is in `train`.
@@ -30,6 +32,8 @@ class LongTable:
 
     train: pd.DataFrame
     test: pd.DataFrame
+    target: Hashable
+    by: Hashable
     kinds: dict[Hashable, str]
     few: list[Hashable]
     faulty: dict[Hashable, str]
@@ -39,9 +43,9 @@ class LongTable:
         """`TabPFNRegressor`'s options in `settings`, with calendar features for dates where there are any."""
         if "dates" not in self.kinds.values():
             return settings
-        config = settings.get("inference_config")
-        if dataclasses.is_dataclass(config) and not isinstance(config, type):
-            config = dataclasses.replace(config, TRANSFORM_DATES=True)
+        config: Any = settings.get("inference_config")
+        if dataclasses.is_dataclass(config):
+            config = dataclasses.replace(config, TRANSFORM_DATES=True)  # type: ignore[type-var]
         else:
             config = {**(config or {}), "TRANSFORM_DATES": True}
         return {**settings, "inference_config": config}
@@ -109,7 +113,7 @@ def read_groups(
     for frame, table in zip(frames, (train, test), strict=True):
         frame[by] = table.frame[by].array
     kept = np.array([group not in faulty for group in groups[0]])
-    return LongTable(frames[0][kept], frames[1], columns.kinds, few, faulty, notes)
+    return LongTable(frames[0][kept], frames[1], target, by, columns.kinds, few, faulty, notes)
 
 
 def _target_faults(train: Table, target: Hashable, y: Target, groups: Sequence[Hashable]) -> list[Fault]:
@@ -120,8 +124,8 @@ def _target_faults(train: Table, target: Hashable, y: Target, groups: Sequence[H
         for row in np.flatnonzero(y.not_numeric)
     ]
     empty: dict[Hashable, list[int]] = {}
-    for row in np.flatnonzero(np.isnan(y.y) & ~y.not_numeric):
-        empty.setdefault(groups[row], []).append(int(row))
+    for row in np.flatnonzero(np.isnan(y.y) & ~y.not_numeric).tolist():
+        empty.setdefault(groups[row], []).append(row)
     for rows in empty.values():
         more = f" and in {len(rows) - 1} more" if len(rows) > 1 else ""
         faults.append(Fault(0, rows[0], f"{place} is missing (NaN) in row {rows[0] + 1}{more}; leave such rows out"))

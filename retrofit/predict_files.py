@@ -6,13 +6,14 @@ Options are checked before anything that takes seconds to import.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibration.settings import HOST, PRECISIONS, TABLES
-from .files import check_writable
+from ..calibration.settings import DEVICES, HOST, PRECISIONS, TABLES
+from .options import check_choice, check_host, check_input, check_outputs, host_file, unwritten
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,8 +33,7 @@ class PredictOptions:
     """The options of `oretrofit predict`, checked.
 
     Raises:
-        ValueError: An option that cannot be used.
-        OSError: `out` cannot be written.
+        ValueError: An option that cannot be used, or a file at `out` that could not be written.
     """
 
     train: Path
@@ -63,23 +63,29 @@ class PredictOptions:
             raise ValueError(f"the group column cannot be called {self.by!r}, as a column of predictions is: {answers}")
         if self.by == self.target:
             raise ValueError(f"{self.target!r} cannot be both target and group")
-        if self.precision not in PRECISIONS:
-            raise ValueError(f"unknown precision {self.precision!r}; there are: {', '.join(PRECISIONS)}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"unknown device {self.device!r}; there are: auto, cpu, cuda")
+        check_choice("--precision", self.precision, PRECISIONS)
+        check_choice("--device", self.device, DEVICES)
+        check_input("--retrofit", self.retrofit)
+        if self.host is not None:
+            check_host(self.host)
         if not self.out.name.lower().endswith(OUT_SUFFIXES):
             raise ValueError(f"--out {self.out} ends in none of {', '.join(OUT_SUFFIXES)}")
-        if self.out.resolve() in (self.train.resolve(), self.test.resolve()):
-            raise ValueError(f"--out {self.out} would overwrite what is read")
-        check_writable(self.out)
+        check_outputs({"--out": self.out}, [self.train, self.test, self.retrofit, *host_file(self.host)])
 
 
 @dataclass
 class Predicted:
-    """What `predict_files` did: `lines` say what was read and predicted, `warnings` what a user should look at."""
+    """What `predict_files` did.
+
+    Attributes:
+        lines: What was read, and what was predicted.
+        warnings: What a user should look at.
+        errors: What could not be written, and where it was put instead.
+    """
 
     lines: list[str]
     warnings: list[str]
+    errors: list[str]
 
 
 def _label(level: float) -> str:
@@ -106,12 +112,9 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
 
     Raises:
         ValueError: Files, columns or cells that cannot be used; the message says which.
-        OSError: A file that cannot be read or written; what was predicted is kept elsewhere, and said where.
+        OSError: A file that cannot be read.
     """
-    import numpy as np
-    import pandas as pd
-
-    from .tables import read_table, write_or_keep
+    from .tables import read_table, write_table
 
     train, test = (read_table(path, options.by) for path in (options.train, options.test))
     by = _groups(train, test, options)
@@ -121,7 +124,7 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
     from .api import load, patch
     from .hosts import load_host
     from .long_table import read_groups
-    from .ragged.groups import check_groups
+    from .ragged.groups import check_groups, predict_long
 
     features = check_groups(train.frame, test.frame, target=options.target, by=by)
     too_few = options.too_few or ("nan" if options.on_error == "skip" else "error")
@@ -138,34 +141,24 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
         done, count = begin("Calibrating", TABLES), itertools.count(1)
         closed = patch(host, "closed", device=device, on_table=lambda: done(next(count)))
 
-    rows = np.flatnonzero(~table.test[by].isin(list(table.faulty)))
-    report = None
-    answers = pd.DataFrame(np.nan, index=range(len(test.frame)), columns=["mean", *options.levels])
-    if len(rows):
-        frame, report = closed.predict_groups(
-            table.train,
-            table.test.iloc[rows],
-            target=options.target,
-            by=by,
-            output_type="main",
-            quantiles=options.levels,
-            too_few=too_few,
-            on_error="skip" if skip else "raise",
-            return_report=True,
-            on_tables=begin("Predicting", table.test[by].nunique()),
-            device=device,
-            inference_precision=getattr(torch, options.precision, options.precision),
-        )
-        answers.iloc[rows] = frame[answers.columns].to_numpy()
-    errors = table.faulty | dict(report.errors if report else {})
-    written = test.frame[[] if options.by is None else [by]].assign(
-        prediction=answers["mean"].array, **{_label(level): answers[level].array for level in options.levels}
+    frame, report = predict_long(
+        closed,
+        table,
+        output_type="main",
+        quantiles=options.levels,
+        too_few=too_few,
+        on_error="skip" if skip else "raise",
+        on_tables=begin("Predicting", table.test[by].nunique()),
+        device=device,
+        inference_precision=getattr(torch, options.precision, options.precision),
     )
-    write_or_keep(written, options.out)
-    lines = [*_read_lines(train, test, table), *_predicted_lines(table, by, too_few, written["prediction"], report)]
-    return Predicted(
-        [*lines, f"Written to {options.out}."], [*table.notes, *_missing_lines(errors, written["prediction"])]
-    )
+    answers = {"prediction": frame["mean"].array, **{_label(level): frame[level].array for level in options.levels}}
+    written = test.frame[[] if options.by is None else [by]].assign(**answers)
+    errors = unwritten({options.out: partial(write_table, written)})
+    lines = [*_read_lines(train, test, table), *_predicted_lines(table, too_few, frame["mean"], report)]
+    if not errors:
+        lines.append(f"Written to {options.out}.")
+    return Predicted(lines, [*table.notes, *_missing_lines(report.errors, frame["mean"])], errors)
 
 
 def _groups(train: Table, test: Table, options: PredictOptions) -> str:
@@ -202,16 +195,12 @@ def _read_lines(train: Table, test: Table, table: LongTable) -> list[str]:
     return [f"Read {train.name} ({len(train.frame)} rows) and {test.name} ({len(test.frame)}). {columns}."]
 
 
-def _predicted_lines(
-    table: LongTable, by: str, too_few: str, prediction: pd.Series, report: RaggedReport | None
-) -> list[str]:
+def _predicted_lines(table: LongTable, too_few: str, prediction: pd.Series, report: RaggedReport) -> list[str]:
     few = [group for group in table.few if group not in table.faulty] if too_few == "pooled" else []
-    pooled = int(table.test[by].isin(few).sum())
+    pooled = int(table.test[table.by].isin(few).sum())
     line = f"Predicted {prediction.notna().sum()} of {len(prediction)} rows"
     if pooled:
         line += f", {pooled} of them from the train rows of all groups, pooled (groups {_listed(few)})"
-    if report is None:
-        return [f"{line}."]
     return [
         f"{line}.",
         f"Tables: {report.tables}; forward passes: {report.batches}, for {report.members} ensemble members; "
@@ -219,7 +208,7 @@ def _predicted_lines(
     ]
 
 
-def _missing_lines(errors: dict[Hashable, str], prediction: pd.Series) -> list[str]:
+def _missing_lines(errors: Mapping[Any, str], prediction: pd.Series) -> list[str]:
     lines = [f"No prediction for group {group!r}: {reason}" for group, reason in list(errors.items())[:20]]
     if len(errors) > 20:
         lines.append(f"... and for {len(errors) - 20} more groups")

@@ -12,16 +12,13 @@ import io
 import itertools
 import lzma
 import re
-import tempfile
 import zipfile
 from collections.abc import Hashable
 from pathlib import Path
-from secrets import token_hex
 
 import pandas as pd
 
 from .columns import MISSING, Table
-from .files import replacing
 
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", "|": "bars", ",": "commas"}
 _SAMPLE = 100_000  # characters from which the separator is seen
@@ -65,33 +62,16 @@ def read_table(path: Path, group: Hashable | None = None) -> Table:
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:
-    """Write a table whole or not at all; an index that only counts the rows is left out of a CSV file.
+    """Write a table as the file's name ends; an index that only counts the rows is left out of CSV.
 
-    Raises `OSError`, with `path` as its `filename`, if the file cannot be written.
+    Raises `OSError` if the file cannot be written.
     """
-    with replacing(path) as part:
-        if path.name.lower().endswith(".parquet"):
-            frame.to_parquet(part)
-        else:
-            named = frame.index.names if any(frame.index.names) else "index"
-            counts = frame.index.equals(pd.RangeIndex(len(frame)))
-            separator = "\t" if path.name.lower().endswith(".tsv") else ","
-            frame.to_csv(part, sep=separator, index=not counts, index_label=named)
-
-
-def write_or_keep(frame: pd.DataFrame, path: Path) -> None:
-    """`write_table`; where that fails, write to another folder, and let the `OSError` say which."""
-    try:
-        write_table(frame, path)
-    except OSError as error:
-        for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-            kept = folder / f"{path.name.partition('.')[0]}-{token_hex(4)}{''.join(path.suffixes)}"
-            try:
-                write_table(frame, kept)
-            except OSError:
-                continue
-            raise OSError(error.errno, f"{error.strerror}. What was to be written is in {kept}", str(path)) from error
-        raise
+    if path.name.lower().endswith(".parquet"):
+        frame.to_parquet(path)
+        return
+    named = frame.index.names if any(frame.index.names) else "index"
+    counts = frame.index.equals(pd.RangeIndex(len(frame)))
+    frame.to_csv(path, sep="\t" if path.suffix.lower() == ".tsv" else ",", index=not counts, index_label=named)
 
 
 def _unpacked(content: bytes) -> bytes:

@@ -113,8 +113,27 @@ def predict_groups(
     )
     for note in table.notes:
         warnings.warn(note, stacklevel=2)
-    parts, few = _cut(table, by, min_rows, too_few)
-    X_train, y_train, X_test = table.train[features], table.train[target], table.test[features]
+    frame, report = predict_long(
+        retrofit, table, output_type=output_type, quantiles=quantiles, min_rows=min_rows, too_few=too_few, **settings
+    )
+    found = frame if output_type in ("main", "quantiles") else pd.Series(frame.iloc[:, 0], name=target)
+    return (found, report) if return_report else found
+
+
+def predict_long(
+    retrofit: Retrofitted,
+    table: LongTable,
+    *,
+    output_type: str,
+    quantiles: list[float] | None,
+    min_rows: int = 2,
+    too_few: str = "error",
+    **settings: Any,
+) -> tuple[pd.DataFrame, RaggedReport]:
+    """`predict_groups` of a table that has been read: a column for each answer, and what was done."""
+    parts, few = _cut(table, min_rows, too_few)
+    features = list(table.kinds)
+    X_train, y_train, X_test = table.train[features], table.train[table.target], table.test[features]
     tables = [
         (X_train, y_train, X_test.iloc[part.test])
         if part.train is None
@@ -123,11 +142,9 @@ def predict_groups(
     ]
     settings = table.options(settings)
     answers, report = _predict_parts(retrofit, parts, tables, output_type=output_type, quantiles=quantiles, **settings)
-    frame = _as_frame(answers, parts, test.index, output_type, QUANTILES if quantiles is None else quantiles)
-    found = frame if output_type in ("main", "quantiles") else pd.Series(frame.iloc[:, 0], name=target)
-    errors = {_plain(group): reason for group, reason in table.faulty.items()}
-    errors |= {_plain(parts[index].group): reason for index, reason in report.errors.items()}
-    return (found, dataclasses.replace(report, errors=errors | few)) if return_report else found
+    frame = _as_frame(answers, parts, X_test.index, output_type, QUANTILES if quantiles is None else quantiles)
+    failed = {_plain(parts[index].group): reason for index, reason in report.errors.items()}
+    return frame, dataclasses.replace(report, errors=table.faulty | failed | few)
 
 
 def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: str) -> list[Hashable]:
@@ -180,9 +197,9 @@ def _check_settings(output_type: str, quantiles: list[float] | None, min_rows: i
         raise ValueError("quantiles is empty")
 
 
-def _cut(table: LongTable, by: str, min_rows: int, too_few: str) -> tuple[list[_Part], dict[Any, str]]:
+def _cut(table: LongTable, min_rows: int, too_few: str) -> tuple[list[_Part], dict[Any, str]]:
     """The tables to predict, and with `too_few="nan"` what is wrong with each group that has none."""
-    rows_of, wanted = _rows_by_group(table.train[by]), _rows_by_group(table.test[by])
+    rows_of, wanted = _rows_by_group(table.train[table.by]), _rows_by_group(table.test[table.by])
     known = {group: len(rows_of.get(group, ())) for group in wanted if group not in table.faulty}
     few = [group for group, rows in known.items() if rows < min_rows]
     parts = [_Part(group, rows_of[group], wanted[group]) for group, rows in known.items() if rows >= min_rows]

@@ -62,9 +62,9 @@ NUMBERS = {
     **{kind: of(kind) for kind in ("float16", "float32", "float64", "Float32", "Float64", "Sparse[float64]")},
     **{
         str(kind): arrow(kind)
-        for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
-        + (pa.float16(), pa.float32(), pa.float64())
+        for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float16(), pa.float32(), pa.float64())
     },
+    **{str(kind): arrow(kind) for kind in (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())},
     "decimal128": lambda cells: array([None if c is None else Decimal(c) for c in cells], pa.decimal128(10, 2)),
     "decimal256": lambda cells: array([None if c is None else Decimal(c) for c in cells], pa.decimal256(50, 3)),
     "decimals": objects(Decimal),
@@ -255,7 +255,7 @@ ONE_OF_EACH = {
 def test_different_kinds_in_train_and_test(one: str, other: str) -> None:
     """No column is of another kind in test without a word, whatever types both are."""
     pairs = list(itertools.product(FAMILIES[one][0], FAMILIES[other][0]))
-    for kind, other_kind in pairs[::7]:  # 7 divides no number of types: each meets others
+    for kind, other_kind in pairs[::7]:
         train = FAMILIES[one][0][kind](FAMILIES[one][1])
         test = FAMILIES[other][0][other_kind](FAMILIES[other][1])
         try:
@@ -269,3 +269,351 @@ def test_different_kinds_in_train_and_test(one: str, other: str) -> None:
             assert found.faults == [] or {fault.row for fault in found.faults} == set(range(len(test)))
             if found.kinds["x"] == "categories":
                 assert one == "categories" and isinstance(train.dtype, pd.CategoricalDtype | pd.ArrowDtype)
+
+
+REFUSED = {
+    "list": array([[1], [2]], pa.list_(pa.int8())),
+    "large_list": array([[1], [2]], pa.large_list(pa.int8())),
+    "struct": array([{"a": 1}, {"a": 2}], pa.struct({"a": pa.int8()})),
+    "map": array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int8())),
+    "binary": array([b"a", b"b"], pa.binary()),
+    "large_binary": array([b"a", b"b"], pa.large_binary()),
+    "fixed_size_binary": array([b"a", b"b"], pa.binary(1)),
+    "lists": pd.Series([[1], [2]]),
+    "tuples": pd.Series([(1,), (2,)]),
+    "sets": pd.Series([{1}, {2}]),
+    "dicts": pd.Series([{"a": 1}, {"a": 2}]),
+    "bytes": pd.Series([b"a", b"b"], dtype=object),
+    "bytes as categories": pd.Series([b"a", b"b"], dtype=object).astype("category"),
+    "arrays": pd.Series([np.arange(2), np.arange(3)]),
+    "complex": pd.Series([1j, 2j]),
+    "complex objects": pd.Series([1j, 2], dtype=object),
+    "intervals": pd.Series(pd.interval_range(0, 2)),
+    "objects": pd.Series([object(), object()]),
+    "text and lists": pd.Series(["a", [1]]),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_is_none_of_the_three_is_refused_by_name(kind: str, side: int) -> None:
+    values = REFUSED[kind]
+    row = 2 if kind == "text and lists" else 1
+    for other in (pd.Series([1.0, 2.0]), pd.Series(["a", "b"])):
+        pair = (values, other) if side == 0 else (other, values)
+        with pytest.raises(
+            ValueError, match=rf"^{('train', 'test')[side]}: column 'x' holds .*\(row {row}: .*leave it out"
+        ):
+            read(*pair)
+    gap = values.reindex([-1, 0, 1]).reset_index(drop=True)
+    with pytest.raises(ValueError, match=rf"\(row {row + 1}: "):
+        read(gap, pd.Series([1.0]))
+    with pytest.raises(ValueError, match="column 'x' holds"):
+        read_target(Table("train", pd.DataFrame({"x": values})), "x")
+
+
+def test_intervals_as_categories() -> None:
+    """What `pd.cut` makes."""
+    cut = pd.cut(pd.Series([0.1, 0.9, 1.5]), [0, 1, 2])
+    found = read(cut, cut[:1])
+    assert found.kinds == {"x": "categories"}
+    assert found.frames[0]["x"].tolist() == ["(0, 1]", "(0, 1]", "(1, 2]"]
+
+
+# ---- Text -----------------------------------------------------------------------------------------
+
+PLAIN = [str(i) for i in range(20)]
+ISO = [f"2024-01-{i:02}" for i in range(1, 21)]
+
+
+def of_text(train: list[Any], test: list[Any], **settings: Any) -> Columns:
+    tables = [
+        Table(name, pd.DataFrame({"x": pd.Series(cells, dtype=object)}), **settings)
+        for name, cells in (("train", train), ("test", test))
+    ]
+    return read_columns(tables, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "values", "note"),
+    [
+        (["12,345", "1,234,567", "7"], ["999"], [12345, 1234567, 7, 999], "train: '12,345' as 12345"),
+        (["-1,000.25", "+2,000"], ["3"], [-1000.25, 2000, 3], "train: '-1,000.25' as -1000.25"),
+        (["4,500", "2"], ["3", "4"], [4500, 2, 3, 4], "train: '4,500' as 4500"),
+        (["0,5", "12,34"], ["7", "1.234,5"], [0.5, 12.34, 7, 1234.5], "train: '0,5' as 0.5"),
+        (["0,123", "1"], ["2"], [0.123, 1, 2], "train: '0,123' as 0.123"),
+        (["1.5", "2"], ["2,5"], [1.5, 2, 2.5], "test: '2,5' as 2.5"),
+        (["08:15", "23:59:59.5"], ["0:01"], [29700, 86399.5, 60], "train: '08:15' as 29700 seconds"),
+        (
+            ["1 days 00:00:01", "-2 days"],
+            ["01:00:00"],
+            [86401, -172800, 3600],
+            "train: '1 days 00:00:01' as 86401 seconds",
+        ),
+        (["1e3", "-.5", "2."], ["+7", " 8 "], [1000, -0.5, 2, 7, 8], None),
+        (["True", "FALSE"], ["1", "0"], [1, 0, 1, 0], None),
+    ],
+)
+def test_notations_of_numbers(train: list[str], test: list[str], values: list[float], note: str | None) -> None:
+    found = of_text(train, test)
+    assert found.kinds == {"x": "numbers"} and found.faults == []
+    assert pd.concat([frame["x"].astype(float) for frame in found.frames]).tolist() == values
+    said = [line.replace("column 'x': ", "").replace("(row 1) is read ", "") for line in found.notes]
+    assert said[:1] == ([note] if note else [])
+
+
+def test_decimal_commas_of_a_whole_file() -> None:
+    """Where numbers have decimal commas, a point stands between thousands."""
+    for cells, values, note in (
+        (["1,5", "12,345"], [1.5, 12.345], "'1,5' (row 1) is read as 1.5"),
+        (["1.234", "999"], [1234, 999], "'1.234' (row 1) is read as 1234"),
+        (["48.85", "2.5"], [48.85, 2.5], None),
+        (["0.125", "0.250"], [0.125, 0.25], None),
+    ):
+        found = of_text(cells, cells, decimal_comma=True)
+        assert found.frames[0]["x"].tolist() == values
+        assert found.notes[:1] == ([f"train: column 'x': {note}"] if note else [])
+
+
+@pytest.mark.parametrize(
+    "cell",
+    ["2024-12-31", "2024-12", "2024-12-31 08:15", "2024-12-31T08:15:30", "2024-12-31T08", "2024-12-31T08:15:30.5"],
+)
+def test_dates_in_text(cell: str) -> None:
+    found = of_text([cell, None, "2024-01-01"], ["2025-01-01", None])
+    assert found.kinds == {"x": "dates"} and found.notes == found.faults == []
+    assert found.frames[0]["x"][0] == pd.Timestamp(cell)
+    assert found.frames[1]["x"].isna().tolist() == [False, True]
+
+
+def test_months_are_not_any_two_numbers() -> None:
+    for cell in ("1001-01", "2024-13", "2024-00", "2024-02-30", "2024-01-01 25:00"):
+        assert of_text([cell], [cell]).kinds == {"x": "categories"}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    "31/12/2024|12/31/2024|31.12.2024|2024/12/31|2024.12.31|31-12-2024|12/31/24|5 May 2024|5-May-24|May 5, 2024|"
+    "Dec 2024|Monday, 5 May 2024|2024-W05|2024 Q1|Q1 2024|31/12/2024 08:15".split("|"),
+)
+def test_dates_in_another_notation_are_refused(cell: str) -> None:
+    for train, test in (([None, cell], [cell]), (["2024-12-31"], [cell]), ([None, cell], ["2024-12-31"])):
+        try:
+            found = of_text(train, test)
+        except ValueError as error:
+            assert f"'{cell}' (row" in str(error) and "column 'x'" in str(error)
+        else:
+            assert [(fault.table, fault.row) for fault in found.faults] == [(1, 0)] and cell in found.faults[0].reason
+
+
+def test_text_that_only_looks_a_little_like_dates() -> None:
+    for cell in ("1.2.10", "10.0.0.1", "3/4", "May", "mayor 12", "12-05", "A-2024"):
+        assert of_text([cell, "b"], [cell]).kinds == {"x": "categories"}
+
+
+@pytest.mark.parametrize(("good", "kind"), [(PLAIN, "number"), (ISO, "date like 2024-12-31")])
+@pytest.mark.parametrize("stray", ["?", "-", "--", ".", "#REF!", "n.k.", "unknown"])
+def test_a_stray_cell_in_train_is_a_gap(good: list[str], kind: str, stray: str) -> None:
+    found = of_text([*good, stray], good[:2])
+    assert found.kinds == {"x": f"{kind.split()[0]}s"} and found.faults == []
+    assert found.frames[0]["x"].isna().tolist() == [False] * 20 + [True]
+    assert found.notes == [f"train: column 'x': {stray!r} (row 21) is no {kind}; the cell counts as empty"]
+    clean = of_text([*good, None], good[:2])
+    assert clean.frames[0].equals(found.frames[0])
+
+
+def test_many_marks_and_few_words() -> None:
+    assert of_text(["1", "?", "?", "?"], ["2"]).frames[0]["x"].isna().sum() == 3  # a mark says nothing else
+    assert of_text([*PLAIN, "a", "b"], ["2"]).kinds == {"x": "numbers"}  # two of 22
+    mixed = of_text([*PLAIN, "a", "b", "c"], ["2"])  # three of 23 are more than a tenth
+    assert mixed.kinds == {"x": "categories"}
+    assert mixed.notes[0] == "train: column 'x' is read as categories, since 'a' (row 21) is no number"
+    note = of_text([*PLAIN, "a", "b"], ["2"]).notes[0]
+    assert note == "train: column 'x': 'a' (row 21) is no number, and so for 1 more; these cells count as empty"
+    assert of_text(["+", "-", "+"], ["-"]).kinds == {"x": "categories"}
+    assert of_text(["True", "False", "?"] * 9, ["True"]).kinds == {"x": "categories"}
+
+
+@pytest.mark.parametrize(("good", "kind"), [(PLAIN, "number"), (ISO, "date")])
+@pytest.mark.parametrize("typed", [False, True])
+def test_a_stray_cell_in_test_is_a_fault(good: list[str], kind: str, typed: bool) -> None:
+    train: Any = good
+    if typed:
+        train = pd.to_datetime(pd.Series(good)) if kind == "date" else pd.Series(good).astype(float)
+    found = read(pd.Series(train), pd.Series([good[0], None, "?", "word"]))
+    assert found.kinds == {"x": f"{kind}s"}
+    assert [(fault.table, fault.row) for fault in found.faults] == [(1, 2), (1, 3)]
+    assert found.faults[1].reason.startswith(f"test: column 'x': 'word' (row 4) is no {kind}")
+    assert found.frames[1]["x"].isna().tolist() == [False, True, True, True]
+
+
+def test_a_mark_that_train_has_is_a_gap_in_test_too() -> None:
+    found = of_text([*PLAIN, "?"], ["1", "?"])
+    assert found.faults == [] and found.frames[1]["x"].isna().tolist() == [False, True]
+    assert found.notes[1] == "test: column 'x': '?' (row 2) is no number; the cell counts as empty"
+
+
+def test_words_that_both_know_are_categories() -> None:
+    found = of_text([*PLAIN, "3A"], ["1", "3A"])
+    assert found.kinds == {"x": "categories"}
+    assert found.frames[1]["x"].tolist() == ["=1", "=3A"]  # so that TabPFN takes no group's for numbers
+    assert found.notes == ["train: column 'x' is read as categories, since '3A' (row 21) is no number"]
+
+
+def test_categories_that_train_has_not_are_said() -> None:
+    found = of_text(["a", "b", None], ["c", "a", "d", "c", None])
+    assert found.notes == ["test: column 'x': 2 of 3 categories do not occur in train, such as 'c' (row 1)"]
+    assert read(pd.Series(["a"], dtype="category"), pd.Series(["b"], dtype="category")).notes == [
+        "test: column 'x': 1 of 1 categories do not occur in train, such as 'b' (row 1)"
+    ]
+
+
+@pytest.mark.parametrize("test", [["3"], pd.Series([3]), pd.Series([3.5]), pd.Series([True])])
+def test_numbers_in_test_and_words_in_train(test: Any) -> None:
+    with pytest.raises(ValueError, match=r"test: column 'x' holds numbers, such as .* and that of train does not: 'a'"):
+        read(pd.Series(["a", "1"]), pd.Series(test))
+    found = read(pd.Series(["a", "b", "c", "d", "3", "3.5", "True"]), pd.Series(test))  # which train knows
+    assert found.kinds == {"x": "categories"} and len(found.notes) == 0
+
+
+def test_declared_categories_stay_categories() -> None:
+    """Spelled like numbers, or numbers: a declaration is believed, in train's table."""
+    spelled = pd.Series([f"{i}" for i in range(40)], dtype="category")
+    found = read(spelled, pd.Series(["7", "50"]))
+    assert found.kinds == {"x": "categories"}
+    assert found.frames[0]["x"].tolist() == [f"={i}" for i in range(40)]
+    for codes in (
+        pd.Series([1, 2, None], dtype="category"),
+        pd.Series([1, 2, None]).astype("Int64").astype("category"),
+    ):
+        for test in (codes[:2], pd.Series([1, 2]), pd.Series([1.0, 2.0])):
+            found = read(codes, test)
+            assert found.kinds == {"x": "categories"} and found.notes == []
+            assert found.frames[0]["x"].cat.categories.tolist() == [1, 2]
+            assert found.frames[1]["x"].tolist() == [1, 2]
+    assert read(pd.Series([1, 2], dtype="category"), pd.Series(["1", "x"])).frames[1]["x"].tolist() == ["=1", "=x"]
+    assert read(pd.Series([1, 2]), pd.Series([1, 2], dtype="category")).kinds == {"x": "numbers"}
+
+
+def test_infinite_numbers_are_faults() -> None:
+    for values in (pd.Series([1, np.inf, 2, -np.inf]), pd.Series(["1", "inf", "2", "1e400"])):
+        found = read(values, pd.Series([np.inf]))
+        assert [(fault.table, fault.row) for fault in found.faults] == [(0, 1), (0, 3), (1, 0)]
+        assert found.faults[0].reason.startswith("train: column 'x' is infinite in row 2")
+        assert found.frames[0]["x"].isna().tolist() == [False, True, False, True]
+
+
+def test_clocks() -> None:
+    """All times are on the first table's clock; with and without an offset from UTC cannot be mixed."""
+    naive = pd.Series(pd.to_datetime(["2024-07-01 12:00", None]))
+    paris, utc = naive.dt.tz_localize("Europe/Paris"), naive.dt.tz_localize("UTC")
+    found = read(paris, utc)
+    assert found.frames[1]["x"][0] == utc[0] and found.frames[1]["x"][0].hour == 14
+    assert read(utc, paris).frames[1]["x"][0].hour == 10
+    summer, winter = "2024-07-01T12:00+02:00", "2024-01-01T12:00+01:00"
+    assert of_text([summer], [summer]).frames[0]["x"][0].hour == 12
+    for train, test in (([summer], [winter]), ([summer, winter], [winter]), ([summer, winter], ["2024-01-01T11:00Z"])):
+        found = of_text(train, test)  # in UTC
+        assert [frame["x"].iloc[0].hour for frame in found.frames] == [10, 11]
+    aware = pd.Series([pd.Timestamp(summer), pd.Timestamp(winter)], dtype=object)
+    assert read(aware, aware).frames[0]["x"].dt.hour.tolist() == [10, 11]
+    for pair in (
+        (paris, naive),
+        (naive, utc),
+        (pd.Series([summer]), pd.Series(["2024-07-01"])),
+        (pd.Series([summer, "2024-07-01"]), pd.Series([summer])),
+        (pd.Series([summer]), naive),
+        (pd.Series([pd.Timestamp(summer), pd.Timestamp("2024-07-01")], dtype=object), naive),
+    ):
+        with pytest.raises(ValueError, match=r"column 'x'.* offset"):
+            read(*pair)
+
+
+def test_dates_before_and_after_the_nanoseconds() -> None:
+    found = of_text(["0001-01-01", "9999-12-31"], ["2024-01-01"])
+    assert found.kinds == {"x": "dates"} or pd.__version__ < "3"
+    assert found.faults == []
+
+
+def test_what_is_typed_is_typed_again_alike() -> None:
+    """`predict` types what it reads, and `predict_groups` what it is given."""
+    frames = {
+        "numbers": (PLAIN, ["1", None]),
+        "truth": (["True", "False"] * 10, ["True", "True"]),
+        "truth with gaps": (["True", None] * 10, ["True", "False"]),
+        "dates": (ISO, [ISO[0], None]),
+        "times": (["2024-01-01T10:00Z", None] * 10, ["2024-01-01T10:00Z", None]),
+        "clock": (["10:00"] * 20, ["10:30", None]),
+        "words": (["a", "b"] * 10, ["b", "c"]),
+        "codes": (["1", "3A"] * 10, ["1", "7"]),
+        "empty": ([None] * 20, ["5", None]),
+        "stray": ([*PLAIN[1:], "?"], ["5", None]),
+    }
+    tables = [
+        Table(name, pd.DataFrame({column: pd.Series(cells[i], dtype="str") for column, cells in frames.items()}))
+        for i, name in enumerate(("train", "test"))
+    ]
+    first = read_columns(tables, list(frames))
+    again = read_columns([Table(t.name, f) for t, f in zip(tables, first.frames, strict=True)], list(frames))
+    assert again.kinds == first.kinds and again.faults == []
+    for one, other in zip(first.frames, again.frames, strict=True):
+        pd.testing.assert_frame_equal(one, other)
+    assert all("do not occur in train" in note for note in again.notes)
+
+
+def test_index_and_names_stay() -> None:
+    train = pd.DataFrame({7: [1, 2], ("a", "b"): ["x", "y"]}, index=["r", "s"])
+    found = read_columns([Table("train", train), Table("test", train[::-1])], list(train))
+    assert list(found.frames[0]) == list(train) and list(found.frames[1].index) == ["s", "r"]
+    assert found.frames[1][7].tolist() == [2, 1]
+    assert train.dtypes.tolist() == [np.dtype(np.int64), train[("a", "b")].dtype]  # the caller's is as it was
+
+
+def test_one_table_alone() -> None:
+    found = read_columns(
+        [Table("t", pd.DataFrame({"x": ["1", None], "k": ["a", "b"], "d": ["2024-01-01", None]}))], "xkd"
+    )
+    assert found.kinds == {"x": "numbers", "k": "categories", "d": "dates"} and found.notes == []
+
+
+def test_take_keeps_only_the_categories_that_occur() -> None:
+    frame = pd.DataFrame({"x": [1, 2, 3], "k": pd.Categorical(["a", None, "b"], categories=["a", "b", "c"])})
+    taken = take(frame, np.array([2, 1]))
+    assert taken["x"].tolist() == [3, 2] and taken["k"].cat.categories.tolist() == ["b"]
+    assert taken["k"].isna().tolist() == [False, True]
+
+
+# ---- The target -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*NUMBERS, *INTEGERS])
+def test_targets(kind: str) -> None:
+    values = {**NUMBERS, **INTEGERS}[kind]([1, 2, 3])
+    if "categories" in kind:
+        return
+    target = read_target(Table("train", pd.DataFrame({"y": values})), "y")
+    assert target.y.tolist() == [1, 2, 3] and target.y.dtype == np.float64 and not target.not_numeric.any()
+
+
+def test_a_target_is_numbers_cell_by_cell() -> None:
+    def read_y(cells: Any) -> Any:
+        return read_target(Table("t", pd.DataFrame({"y": cells})), "y")
+
+    target = read_y(["1", "high", None, "NA", "", "2.5", "inf"])
+    np.testing.assert_array_equal(target.y, [1, np.nan, np.nan, np.nan, np.nan, 2.5, np.inf])
+    assert target.not_numeric.tolist() == [False, True, False, False, False, False, False]
+    target = read_y(["1,234", "7", "?"])
+    assert target.y[:2].tolist() == [1234, 7] and target.not_numeric.tolist() == [False, False, True]
+    assert target.notes == ["t: column 'y': '1,234' (row 1) is read as 1234"]
+    for cells in (
+        [True, False],
+        ["True", "False"],
+        pd.to_datetime(["2024-01-01", "2024-01-02"]),
+        ["2024-01-01", "2024-01-02"],
+        pd.to_timedelta(["1h", "2h"]),
+        ["08:15", "09:15"],
+        pd.Categorical(["1", "2"]),
+        ["a", "b"],
+    ):
+        assert read_y(cells).not_numeric.all()
+    assert np.isnan(read_y([None, None]).y).all() and not read_y([None, None]).not_numeric.any()
