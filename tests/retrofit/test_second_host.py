@@ -246,9 +246,8 @@ def test_audited(second, tiny_host, monkeypatch):
 
 # --- Names of TabPFN v3 ---
 
-# What is about v3 itself: the random host, and the pretraining of the small one. The clock of the ragged benchmark
-# has yet to time the class that `spec_of` names.
-ABOUT_V3 = {"retrofit/hosts.py", "experiments/pretrain.py", "experiments/ragged.py"}
+# What is about v3 itself: the random host, and the pretraining of the small one.
+ABOUT_V3 = {"retrofit/hosts.py", "experiments/pretrain.py"}
 
 
 def names_in(file):
