@@ -22,9 +22,9 @@ from .options import (
     check_choice,
     check_folder,
     check_host,
-    check_input,
     check_outputs,
     check_positive,
+    check_retrofit,
     check_tau,
     files_of,
     read_suite,
@@ -219,7 +219,7 @@ def evaluate(
     check_choice("--device", device, settings.DEVICES)
     if host is not None:
         check_host(host)
-    check_input("--retrofit", retrofit)
+    check_retrofit("--retrofit", retrofit)
     settings.check_count("--max-rows", max_rows, least=2)
     check_choice("--precision", precision, settings.PRECISIONS)
     check_calibration(delta, quantile, tables)
