@@ -12,6 +12,7 @@ import pytest
 
 from oretrofit.experiments import report
 from oretrofit.experiments.datasets import BUNDLED_TARGETS
+from oretrofit.retrofit import files
 
 KEYS = {
     *("cases", "mean_rmse_delta_pct", "median_rmse_delta_pct", "worst_rmse_delta_pct", "ci95_pct", "wins", "losses"),
@@ -171,7 +172,7 @@ def test_figure_for_any_scale(tmp_path: Path, spread: float) -> None:
 
 
 def test_rows_as_json(tmp_path: Path) -> None:
-    report.write_rows(pd.DataFrame({"name": ["a", "b"], "value": [0.1, math.nan]}), tmp_path / "rows.json")
+    files.write_rows(pd.DataFrame({"name": ["a", "b"], "value": [0.1, math.nan]}), tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == [
         {"name": "a", "value": 0.1},
         {"name": "b", "value": None},
@@ -180,7 +181,7 @@ def test_rows_as_json(tmp_path: Path) -> None:
 
 def test_json_is_valid_whatever_it_is_given(tmp_path: Path) -> None:
     content = {"a": [1, math.inf, {"b": -math.inf}], "c": (math.nan, None, "x"), "d": np.float64("nan")}
-    report.write_json(content, tmp_path / "t.json")
+    files.write_json(content, tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text()) == {
         "a": [1, None, {"b": None}],
         "c": [None, None, "x"],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from oretrofit.experiments.style import short_datasets, short_site
+from oretrofit.experiments.style import short_datasets
+from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
 
 
 def test_datasets_that_would_coincide_keep_the_folders_that_tell_them_apart() -> None:
@@ -24,4 +25,5 @@ def test_targets_are_whole() -> None:
 
 
 def test_sites() -> None:
-    assert short_site("feature_distribution_embedder.layers.0.cross_attn_block1.layernorm_kv") == "emb.0.ca1.ln_kv"
+    name = "feature_distribution_embedder.layers.0.cross_attn_block1.layernorm_kv"
+    assert TABPFN_V3.shorten(name) == "emb.0.ca1.ln_kv"

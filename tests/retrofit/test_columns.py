@@ -14,7 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from oretrofit.retrofit.columns import Columns, Table, read_columns
+from oretrofit.retrofit.columns import Columns, Table, read_columns, read_target, take
 
 GAPS = [(), (0,), (1,), (0, 1)]  # which of train and test have a missing cell
 
