@@ -183,9 +183,9 @@ def private_uses(tree: ast.AST, private: set[str], of_tabpfn: set[str]) -> Itera
             name, owner = node.attr, ast.unparse(node.value)
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             if isinstance(node.args[1], ast.Constant):
-                name, owner = node.args[1].value, ast.unparse(node.args[0])
+                name, owner = str(node.args[1].value), ast.unparse(node.args[0])
         if is_private(name) and (name in private or owner.partition(".")[0] in of_tabpfn):
-            yield f"{node.lineno} uses {owner}.{name}"
+            yield f"{getattr(node, 'lineno', 0)} uses {owner}.{name}"
 
 
 def test_private_uses_are_found():
