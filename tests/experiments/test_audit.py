@@ -16,7 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from oretrofit import cli, load_host, patch
-from oretrofit.calibration import carriers
+from oretrofit.calibration import predicting
 from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import audit, audit_report, audit_tables
 from oretrofit.experiments.audit import HOST, INPUT
@@ -393,7 +393,7 @@ def quick(monkeypatch):
         audit, "draw_audit_tables", lambda tables, device: [draw(i, device=device) for i in range(tables)]
     )
     monkeypatch.setattr(audit, "calibrate", functools.partial(api.calibrate, tables=1))
-    monkeypatch.setattr(carriers, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
+    monkeypatch.setattr(predicting, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -479,7 +479,7 @@ def test_its_defaults_are_those_of_the_function():
     ("arguments", "message"),
     [
         (["--variant", "osa"], "unknown variant 'osa'"),
-        (["--tables", 0], "--tables must be at least 1"),
+        (["--tables", 0], "--tables must be between 1 and"),
         (["--host", "nowhere"], "no host 'nowhere'"),
         (["--device", "tpu"], "tpu"),
         (["--json", "no/folder/audit.json"], "no/folder/audit.json"),
