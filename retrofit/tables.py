@@ -153,6 +153,7 @@ def _read_csv(name: str, content: bytes, group: Hashable | None) -> Table:
     ).set_axis(names, axis="columns")
     if index is not None:
         frame.index = pd.Index(index)
+        notes.append(f"{name}: each row begins with a name, such as {index[0]!r}, for which the header has none")
     if separator != "," and not (separator == "\t" and ".tsv" in name.lower()):
         notes.append(f"{name} has {_SEPARATORS[separator]} between cells")
     comma = separator == ";" and any(_DECIMAL_COMMA.fullmatch(cell) for cells in columns for cell in set(cells))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import bz2
 import datetime
-import errno
 import gzip
 import io
 import lzma
-import os
 import zipfile
 from pathlib import Path
 
@@ -20,9 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oretrofit.retrofit import tables
 from oretrofit.retrofit.columns import Table, read_columns, read_target
-from oretrofit.retrofit.tables import read_table, write_or_keep, write_table
+from oretrofit.retrofit.tables import read_table, write_table
 
 
 def read(tmp_path: Path, content: str | bytes, name: str = "t.csv", group: str | None = None) -> Table:
@@ -81,6 +78,9 @@ def test_names_in_front_of_the_rows(tmp_path: Path) -> None:
     """As R writes them: the header is one shorter."""
     table = read(tmp_path, '"a","b"\n"r1",1,"x"\n"r2",2,\n')
     assert cells(table) == AB and list(table.frame.index) == ["r1", "r2"]
+    assert table.notes == [
+        f"{tmp_path / 't.csv'}: each row begins with a name, such as 'r1', for which the header has none"
+    ]
     table = read(tmp_path, "a,b\n7,1,x\n8,2,\n")
     assert cells(table) == AB and list(table.frame.index) == ["7", "8"]
 
@@ -271,7 +271,6 @@ def test_every_format_gives_the_same_columns(
 def test_written_and_read(tmp_path: Path, name: str) -> None:
     frame = pd.DataFrame({"g": ["a", "b"], "prediction": [0.1 + 0.2, np.nan]})
     write_table(frame, tmp_path / name)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
     found = read_table(tmp_path / name)
     assert found.notes == [] and found.frame["g"].tolist() == ["a", "b"]
     np.testing.assert_array_equal(read_target(found, "prediction").y, frame["prediction"])
@@ -287,38 +286,3 @@ def test_an_index_is_written_unless_it_only_counts(tmp_path: Path) -> None:
     ):
         write_table(frame.set_axis(index), tmp_path / "p.csv")
         assert (tmp_path / "p.csv").read_text().splitlines()[0] == header
-
-
-def full(frame: pd.DataFrame, path: Path) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-
-def test_what_cannot_be_written_is_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = pd.DataFrame({"prediction": [1.5, 2.5]})
-    out, here = tmp_path / "full" / "p.csv", tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    monkeypatch.setattr(tables, "write_table", lambda frame, path: (full if path == out else write_table)(frame, path))
-    with pytest.raises(OSError) as raised:
-        write_or_keep(frame, out)
-    kept = list(here.iterdir())
-    assert len(kept) == 1 and kept[0].suffix == ".csv" and kept[0].read_text() == "prediction\n1.5\n2.5\n"
-    assert (raised.value.filename, raised.value.errno) == (str(out), errno.ENOSPC)
-    assert raised.value.strerror == f"No space left on device. What was to be written is in {kept[0]}"
-    monkeypatch.setattr(tables, "write_table", full)
-    with pytest.raises(OSError, match="No space left") as raised:
-        write_or_keep(frame, out)
-    assert raised.value.filename == str(out)
-
-
-def test_a_write_that_fails_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def half(self, path, **_):
-        Path(path).write_text("half")
-        full(self, path)
-
-    (tmp_path / "p.csv").write_text("earlier")
-    monkeypatch.setattr(pd.DataFrame, "to_csv", half)
-    with pytest.raises(OSError, match="No space left") as raised:
-        write_table(pd.DataFrame({"a": [1]}), tmp_path / "p.csv")
-    assert raised.value.filename == str(tmp_path / "p.csv")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("p.csv", "earlier")]
