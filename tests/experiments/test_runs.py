@@ -223,7 +223,7 @@ def without(name: str) -> bytes:
 
 
 def with_value(name: str, value: str) -> bytes:
-    text = json.dumps({"dataset": "ames", "seed": 0, "variants": [record(**{name: "HERE"})]})
+    text = json.dumps({"dataset": "ames", "seed": 0, "variants": [{**record(), name: "HERE"}]})
     return text.replace('"HERE"', value).encode()
 
 
