@@ -48,9 +48,10 @@ TEXTS = {
     "string": "string",
     "string[pyarrow]": pd.ArrowDtype(pa.string()),
     "large_string": pd.ArrowDtype(pa.large_string()),
-    "string_view": pd.ArrowDtype(pa.string_view()),
     "objects": object,
 }
+if hasattr(pa, "string_view"):  # from pyarrow 16 on
+    TEXTS["string_view"] = pd.ArrowDtype(pa.string_view())
 
 
 def texts(name: str, spell: Callable[[Any], str]) -> dict[str, Callable[[list[Any]], pd.Series]]:
@@ -62,9 +63,10 @@ NUMBERS = {
     **{kind: of(kind) for kind in ("float16", "float32", "float64", "Float32", "Float64", "Sparse[float64]")},
     **{
         str(kind): arrow(kind)
-        for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float16(), pa.float32(), pa.float64())
+        for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
     },
     **{str(kind): arrow(kind) for kind in (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())},
+    "halffloat": lambda cells: array([None if c is None else np.float16(c) for c in cells], pa.float16()),
     "decimal128": lambda cells: array([None if c is None else Decimal(c) for c in cells], pa.decimal128(10, 2)),
     "decimal256": lambda cells: array([None if c is None else Decimal(c) for c in cells], pa.decimal256(50, 3)),
     "decimals": objects(Decimal),
@@ -529,10 +531,10 @@ def test_clocks() -> None:
             read(*pair)
 
 
+@pytest.mark.skipif(pd.__version__ < "3", reason="pandas 2 counts dates in nanoseconds")
 def test_dates_before_and_after_the_nanoseconds() -> None:
     found = of_text(["0001-01-01", "9999-12-31"], ["2024-01-01"])
-    assert found.kinds == {"x": "dates"} or pd.__version__ < "3"
-    assert found.faults == []
+    assert found.kinds == {"x": "dates"} and found.faults == []
 
 
 def test_what_is_typed_is_typed_again_alike() -> None:
