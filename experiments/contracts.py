@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contracts_checks import DRAWS, Bench, Result, check, largest
+from .contracts_checks import Bench, Result, check, largest
 from .contracts_inputs import attention_inputs
 from .references import OPERATORS, Tensors
 
@@ -219,7 +219,7 @@ def table_cells(table: pd.DataFrame) -> dict[str, tuple[list[str], list[list[str
             for row in draws.itertuples(index=False)
         ]
         header = ["operator", "dtype", "error", "stock", "ours / stock: median", "largest"]
-        tables[f"For information: beside torch's own kernels, {DRAWS} random draws"] = header, cells
+        tables[f"For information: beside torch's own kernels, {draws['cases'].iloc[0]} random draws"] = header, cells
     if len(anchors):
         cells = [
             [row.dtype, row.property.removeprefix("anchor "), number(row.max_error), number(row.stock_error)]
