@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress
 
+    from .experiments.evaluate import Plan
     from .experiments.runs import Run
 
 app = typer.Typer(
@@ -167,6 +170,7 @@ def patch(
         cases = synthetic_cases(_HELD_OUT, seed + settings.HELD_OUT)
         check = near_identity(retrofit, cases, on_case=lambda: progress.advance(task), device=device)
 
+    errors = unwritten({out: retrofit.save, json_file: partial(report.write_rows, retrofit.table)})
     console.print(f"{variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.settings)}")
     short = ", ".join(f"{short} = {name}" for name, short in style.SHORT_NAMES.items())
     console.print(f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {short}\n")
@@ -177,7 +181,7 @@ def patch(
         f"{check['mean_rmse_delta_pct']:+.4f} %, largest {check['largest_rmse_delta_pct']:+.4f} %; largest shift of a "
         f"prediction {check['max_abs_diff_sd']:.2g} target standard deviations."
     )
-    _write({out: retrofit.save, json_file: partial(report.write_rows, retrofit.table)})
+    _exit_with(errors)
     if out is None:
         console.print("Nothing was saved; --out FILE saves the retrofit.")
     else:
@@ -228,9 +232,6 @@ def evaluate(
     check_outputs({"--json": json_file}, [retrofit, *files_of(datasets, host)])
     from .calibration.predicting import resolve_device
     from .experiments import evaluate as run
-    from .experiments import report
-    from .experiments.runs import REPORTS, open_run
-    from .experiments.style import short_datasets
     from .retrofit.api import load
     from .retrofit.hosts import load_host
 
@@ -252,12 +253,21 @@ def evaluate(
     folder = out or Path("runs") / f"eval-{Path(plan.host.name or 'host').stem}-{precision}"
     if json_file is not None and json_file.resolve().parent == folder.resolve():
         raise ValueError(f"--json {json_file} is in the run's own folder, where summary.json holds the same")
-    total, names = len(datasets) * seeds, short_datasets(datasets)
+    _run_eval(console, plan, folder, json_file)
+
+
+def _run_eval(console: Console, plan: Plan, folder: Path, json_file: Path | None) -> None:
+    from .experiments import evaluate as run
+    from .experiments import report
+    from .experiments.runs import REPORTS, open_run
+    from .experiments.style import short_datasets
+
+    total, names = len(plan.datasets) * plan.seeds, short_datasets(plan.datasets)
     with open_run(folder, plan.settings()) as opened:
         _say_what_is_there(console, opened, total)
         try:
             with _progress(console) as progress:
-                calibrating = progress.add_task("Calibrating", total=tables)
+                calibrating = progress.add_task("Calibrating", total=plan.tables)
                 running = progress.add_task("Cases", total=len(opened.missing()))
 
                 def show(line: str) -> None:
@@ -274,25 +284,25 @@ def evaluate(
         except KeyboardInterrupt as stop:
             _interrupted(stop, f"Interrupted. Finished cases are in {folder}; the same command again resumes there.")
         except OSError as error:
-            safe = f"the {len(opened.cases)} cases before it are safe in {folder}; the same command again goes on there"
-            raise OSError(error.errno, f"{error.strerror}; {safe}", error.filename) from error
+            safe = f"the cases before it are safe in {folder}; the same command again goes on there"
+            raise OSError(error.errno, f"{error.strerror or error}; {safe}", error.filename) from error
 
         rows = run.case_rows(cases)
         summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures])
-        if cases:
-            changes = report.case_cells(rows, names)
-            _print_table(console, *changes, title="RMSE change of each case against the host, %")
-            _print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
-            console.print(report.notes(summary))
         files: dict[Path | None, Callable[[Path], None]] = {
             folder / name: write for name, write in report.report_files(summary, rows).items()
         }
         safe = f"every finished case is safe in {folder / 'cases.jsonl'}; the same command again writes the rest"
         errors = unwritten({**files, json_file: partial(report.write_json, summary)}, safe)
-    written = [name for name in REPORTS if folder / name in files]
+    if cases:
+        changes = report.case_cells(rows, names)
+        _print_table(console, *changes, title="RMSE change of each case against the host, %")
+        _print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
+        console.print(report.notes(summary))
+    written = [name for name in REPORTS if (folder / name).exists()]
     console.print(f"In {folder}: {', '.join([*written, 'cases.jsonl', 'settings.json'])}", soft_wrap=True)
     if failures:
-        errors.append(_failed_cases(len(failures), sum(not failure.may_pass for failure in failures), total))
+        errors.append(_failed_cases(len(failures), sum(failure.may_pass for failure in failures), total))
     _exit_with(errors)
 
 
@@ -301,7 +311,7 @@ def _say_what_is_there(console: Console, opened: Run, total: int) -> None:
     if done := total - len(missing):
         console.print(f"{done} of {total} cases are in {opened.folder} already and are not run again.", soft_wrap=True)
     if partly := sum(len(labels) < len(opened.settings["variants"]) for labels in missing.values()):
-        console.print(f"{partly} of {total} are there for some of the variants; the others are added.", soft_wrap=True)
+        console.print(f"{partly} of {total} are there for some of the variants; the others are added.")
     if opened.cases and opened.differences:
         differing = "; ".join(opened.differences)
         console.print(f"What ran there before ran otherwise ({differing}); it is kept, not used.", soft_wrap=True)
@@ -650,11 +660,12 @@ def frontier(
         rows = run.sweep_delta(
             loaded, calibration, cases, variants, on_case=lambda: progress.advance(sweeping), device=device
         )
+    errors = unwritten({json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)})
     place = f"{tables} held-out synthetic tables" if suite is None else f"{len(cases)} cases of {suite}"
     for name, group in rows.groupby("variant", sort=False):
         _print_table(console, *run.delta_cells(group), title=f"{name} on {place}, by delta")
     console.print(run.notes())
-    _write({json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)})
+    _exit_with(errors)
 
 
 @app.command(epilog="Example: [b]oretrofit ablate --blocks 2 --plot ablation.png[/b]")
@@ -756,6 +767,8 @@ def contracts(
 def _console() -> Console:
     from rich.console import Console
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot write must not cost the results
+        sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False, markup=False, emoji=False)
 
 
@@ -770,10 +783,6 @@ def _check_writable(*files: Path | None) -> None:
     from .retrofit.files import check_writable
 
     check_writable(*files)
-
-
-def _write(files: Mapping[Path | None, Callable[[Path], None]]) -> None:
-    _exit_with(unwritten(files))
 
 
 def _exit_with(errors: Sequence[str]) -> None:
@@ -858,5 +867,6 @@ def _print_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, 
     """Print a table and, where asked to, write it."""
     from .experiments.report import frame_cells, write_rows
 
+    errors = unwritten({json_file: partial(write_rows, frame)})
     _print_table(console, *frame_cells(frame), title=title)
-    _write({json_file: partial(write_rows, frame)})
+    _exit_with(errors)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,10 +16,10 @@ from oretrofit.calibration.cases import Case
 
 def test_predicts_as_tabpfn_does(tiny_host, table) -> None:
     X, y, X_test = table
-    given = {"n_estimators": 2, "random_state": 3, "categorical_features_indices": [2]}
+    given: dict[str, Any] = {"n_estimators": 2, "random_state": 3, "categorical_features_indices": [2]}
     case = Case("made", 3, pd.DataFrame(X), y, pd.DataFrame(X_test), np.zeros(len(X_test)), [2])
     for name in ("float32", "float64", "auto"):
-        options = {"device": "cpu", "inference_precision": predicting.PRECISIONS[name]}
+        options: dict[str, Any] = {"device": "cpu", "inference_precision": predicting.PRECISIONS[name]}
         fitted = TabPFNRegressor(model_path=tiny_host.specs, **options, **given).fit(X, y)
         expected = fitted.predict(X_test)
         assert np.array_equal(predicting.fit_and_predict(tiny_host.specs, X, y, X_test, **options, **given), expected)

@@ -59,7 +59,8 @@ def test_a_lock_ends_with_its_process(tmp_path: Path, how: signal.Signals) -> No
 
 def test_a_lock_that_was_removed_in_between_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Its holder removes the file after the next one has opened it, and before that one locks it.
-    lock, opened = folders._lock, []
+    lock = folders._lock
+    opened: list[int] = []
 
     def late(descriptor: int, folder: Path) -> None:
         if not opened:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -95,7 +96,7 @@ def test_suite_cases_give_what_eval_gives(tiny_host: Host, calibration: Calibrat
     frame.to_csv(tmp_path / "table.csv", index=False)
     spec = f"csv:{tmp_path / 'table.csv'}#y"
     given = oretrofit.patch(tiny_host, "full-o", delta=1e-2, calibration=calibration)
-    few = {"n_estimators": 1}
+    few: dict[str, Any] = {"n_estimators": 1}
     plan = Plan(tiny_host, [spec], seeds=2, variants=(), given=given, tables=1, estimator=few)
     with open_run(tmp_path / "run", plan.settings()) as run:
         cases, failures = evaluate(plan, run)
