@@ -67,6 +67,11 @@ def _predict(model: Pipeline, case: Case) -> np.ndarray:
     return model.fit(case.X_train, case.y_train).predict(case.X_test)
 
 
+def with_mean(table: pd.DataFrame) -> pd.DataFrame:
+    """The table of `compare_baselines`, with a last row `mean`."""
+    return pd.concat([table, pd.DataFrame([{"dataset": "mean", **table.drop(columns="dataset").mean()}])])
+
+
 def _split_columns(X: pd.DataFrame) -> tuple[list[str], list[str]]:
     numeric = list(X.select_dtypes("number").columns)
     return numeric, [column for column in X.columns if column not in numeric]
