@@ -24,10 +24,10 @@ from typer.testing import CliRunner
 from oretrofit import cli
 from oretrofit.calibration.calibration import Calibration
 from oretrofit.calibration.variants import VARIANTS
-from oretrofit.experiments import datasets, evaluate, frontier, report, runs
+from oretrofit.experiments import baselines, datasets, evaluate, frontier, report, runs
 from oretrofit.experiments.folders import held
 from oretrofit.experiments.pretrain import PretrainSettings, save_host
-from oretrofit.retrofit import api, tabpfn_api
+from oretrofit.retrofit import api, sites, tabpfn_api
 from oretrofit.retrofit.hosts import Host, random_host
 
 
@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, measured: Calibration) -> None:
     """One estimator instead of TabPFN's eight, a measurement made once, and fewer held-out tables."""
     monkeypatch.setattr(evaluate, "Plan", functools.partial(evaluate.Plan, estimator={"n_estimators": 1}))
     monkeypatch.setattr(evaluate, "calibrate", lambda host, **_: measured)
-    monkeypatch.setattr(cli, "_HELD_OUT", 2)
+    monkeypatch.setattr(sites, "HELD_OUT_TABLES", 2)
 
 
 @pytest.fixture(scope="module")
@@ -463,7 +463,7 @@ def test_bench_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ridge = {"concrete": 0.4, "cars": 0.2}
         return pd.DataFrame([{"dataset": d, "ridge": ridge[d], "random_forest": 0.5, "host": 0.3} for d in datasets])
 
-    fake_module(monkeypatch, "baselines", compare_baselines)
+    monkeypatch.setattr(baselines, "compare_baselines", compare_baselines)
     command = "bench host --host tiny-v3.safetensors --suite concrete,cars --seeds 2"
     result = oretrofit(command, "--json", str(tmp_path / "t.json"))
     assert result.exit_code == 0, result.output
