@@ -61,10 +61,7 @@ def texts(name: str, spell: Callable[[Any], str]) -> dict[str, Callable[[list[An
 NUMBERS = {
     **{kind: of(kind) for kind in ("Int8", "Int16", "Int32", "Int64", "UInt8", "UInt16", "UInt32", "UInt64")},
     **{kind: of(kind) for kind in ("float16", "float32", "float64", "Float32", "Float64", "Sparse[float64]")},
-    **{
-        str(kind): arrow(kind)
-        for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())
-    },
+    **{str(kind): arrow(kind) for kind in (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.float32(), pa.float64())},
     **{str(kind): arrow(kind) for kind in (pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())},
     "halffloat": lambda cells: array([None if c is None else np.float16(c) for c in cells], pa.float16()),
     "decimal128": lambda cells: array([None if c is None else Decimal(c) for c in cells], pa.decimal128(10, 2)),
