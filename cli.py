@@ -418,10 +418,8 @@ def audit(
         loaded = load_host(host)
         found = run.audit(loaded, variant or list(VARIANTS), tables=tables, device=device, on_step=status.update)
     spec = known_spec(loaded.model)
-    for title, (header, cells) in audit_report.figure_tables(found, spec, device).items():
-        terminal.print_table(console, header, cells, title=title)
-    for title, (header, cells) in audit_report.leak_tables(found, spec).items():
-        terminal.print_table(console, header, cells, title=title, left=2)
+    for title, cells, left in audit_report.titled_tables(found, spec, device):
+        terminal.print_table(console, *cells, title=title, left=left)
     console.print(audit_report.notes(found, spec))
     terminal.write_outputs({json_file: partial(write_json, found)})
 

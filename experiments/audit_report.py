@@ -14,11 +14,15 @@ from .audit_tables import KINDS
 from .report import Cells
 
 
-def figure_tables(found: dict[str, Any], spec: HostSpec, device: str) -> dict[str, Cells]:
-    """Header and cells of the tables of figures, by title."""
+def titled_tables(found: dict[str, Any], spec: HostSpec, device: str) -> Iterator[tuple[str, Cells, int]]:
+    """Title, header and cells, and how many columns are text, of all that is printed as a table."""
     title = f"NULLs in the input, {found['tables']} synthetic tables, float32, {device}: shift of a live prediction"
-    by_boundary = "NULLs in front of each stage: shift of an old token, norm of a NULL behind it"
-    return {title: summary_cells(found), by_boundary: boundary_cells(found, spec)}
+    yield title, summary_cells(found), 1
+    title = "NULLs in front of each stage: shift of an old token, norm of a NULL behind it"
+    yield title, boundary_cells(found, spec), 1
+    for names, rows in leak_rows(found, spec).items():
+        if rows:
+            yield f"What leaks in {names}", (["at", "what leaks"], rows), 2
 
 
 def summary_cells(found: dict[str, Any]) -> Cells:
@@ -41,13 +45,6 @@ def boundary_cells(found: dict[str, Any], spec: HostSpec) -> Cells:
         [spec.shorten(str(boundary)), *map(_figure, row)]
         for boundary, row in zip(figures.index, figures.to_numpy(), strict=True)
     ]
-
-
-def leak_tables(found: dict[str, Any], spec: HostSpec) -> dict[str, Cells]:
-    """Header and cells of where and what leaks, in words, by title; variants with the same leaks share one."""
-    return {
-        f"What leaks in {names}": (["at", "what leaks"], rows) for names, rows in leak_rows(found, spec).items() if rows
-    }
 
 
 def leak_rows(found: dict[str, Any], spec: HostSpec) -> dict[str, list[list[str]]]:

@@ -51,7 +51,7 @@ from ..retrofit.files import replacing
 from ..retrofit.hosts import Host
 from .datasets import load_dataset, make_case, split_spec
 from .memory import peak_mb, reset_peak
-from .runs import CaseResult, Run
+from .runs import CaseResult, Run, host_figures
 
 IDENTITY_DELTA = 1e-6
 
@@ -288,7 +288,7 @@ def _run_case(
 ) -> list[dict[str, Any]]:
     """The records of a case's variants, without those that are there already."""
     host = _answer(plan.host.specs, case, plan)
-    if any((record["host_rmse"], record["host_nll"]) != (host.rmse, host.nll) for record in earlier.values()):
+    if any(host_figures(record) != (host.rmse, host.nll) for record in earlier.values()):
         earlier = {}  # of a machine that rounds otherwise: all records of a case are from one
     return [
         _record(label, case, plan, host, _answer(retrofit.specs, case, plan))

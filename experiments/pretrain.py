@@ -12,11 +12,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import Generator
-from tabpfn.architectures.tabpfn_v3 import TabPFNV3, TabPFNV3Config, get_architecture
+from tabpfn.architectures.tabpfn_v3 import TabPFNV3Config, get_architecture
 
 from ..calibration.prior import draw_sizes, draw_table
 from ..calibration.settings import PRETRAIN_STEPS
@@ -74,7 +75,7 @@ class PretrainSettings:
     batch_rows: int = 3_600
 
 
-def new_host(seed: int) -> TabPFNV3:
+def new_host(seed: int) -> Any:
     """The small host with freshly initialised weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -94,7 +95,7 @@ def host_inference_config() -> InferenceConfig:
     )
 
 
-def save_host(model: TabPFNV3, path: Path) -> None:
+def save_host(model: Any, path: Path) -> None:
     """Write a checkpoint that `TabPFNRegressor(model_path=path)` loads.
 
     TabPFN reads the version off the file's name, so `path` must contain `v3`.
@@ -152,7 +153,7 @@ def _preprocess(rng: Generator, X: np.ndarray, train: int) -> np.ndarray:
     return X
 
 
-def _optimizers(model: TabPFNV3, settings: PretrainSettings) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Any, settings: PretrainSettings) -> list[torch.optim.Optimizer]:
     """Muon for the matrices inside the blocks, AdamW for embeddings, readout and the rest."""
     block = ("projection.weight", "mlp.0.weight", "mlp.2.weight")
     matrices: list[torch.Tensor] = []
@@ -233,7 +234,7 @@ def _train(settings: PretrainSettings, folder: Path, log_every: int, save_every:
     save_host(model.eval(), folder / HOST_FILE)
 
 
-def _restore(file: Path, settings: PretrainSettings, model: TabPFNV3, optimizers: list[torch.optim.Optimizer]) -> int:
+def _restore(file: Path, settings: PretrainSettings, model: Any, optimizers: list[torch.optim.Optimizer]) -> int:
     """Put an earlier run's state on model and optimizers; the number of steps that it had done."""
     try:
         state = torch.load(file, weights_only=True)

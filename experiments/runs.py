@@ -59,15 +59,21 @@ class Run:
     differences: list[str]
 
     def finished(self) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
-        """The records that the plan can use as they are: (dataset, seed) -> variant -> the last record."""
+        """The records that the plan can use as they are: (dataset, seed) -> variant -> the last record.
+
+        A case's records all have one host's figures: on another machine it may have rounded otherwise.
+        """
         found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
         for case in self.cases:
+            records = found.setdefault((case.dataset, case.seed), {})
             for record in case.variants:
                 label = record["variant"]
-                if label in self.settings["variants"] and record["key"] == record_key(
-                    self.settings, case.dataset, case.seed, label
-                ):
-                    found.setdefault((case.dataset, case.seed), {})[label] = record
+                if label not in self.settings["variants"]:
+                    continue
+                if record["key"] == record_key(self.settings, case.dataset, case.seed, label):
+                    if any(host_figures(other) != host_figures(record) for other in records.values()):
+                        records.clear()
+                    records[label] = record
         return found
 
     def missing(self) -> dict[tuple[str, int], list[str]]:
@@ -125,6 +131,11 @@ def open_run(folder: Path, settings: dict[str, Any]) -> Iterator[Run]:
         if stored != settings:
             write_text(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
         yield Run(folder, settings, cases, differences)
+
+
+def host_figures(record: dict[str, Any]) -> tuple[float, float]:
+    """What the host answered, to the bit."""
+    return record["host_rmse"], record["host_nll"]
 
 
 def record_key(settings: dict[str, Any], dataset: str, seed: int, label: str) -> str:

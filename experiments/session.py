@@ -16,8 +16,8 @@ from ..retrofit.options import (
     check_choice,
     check_folder,
     check_host,
-    check_input,
     check_outputs,
+    check_retrofit,
     host_file,
     unwritten,
 )
@@ -57,7 +57,7 @@ class EvalOptions:
         check_choice("--device", self.device, settings.DEVICES)
         if self.host is not None:
             check_host(self.host)
-        check_input("--retrofit", self.retrofit)
+        check_retrofit("--retrofit", self.retrofit)
         settings.check_count("--max-rows", self.max_rows, least=2)
         check_choice("--precision", self.precision, settings.PRECISIONS)
         check_calibration(self.delta, self.quantile, self.tables)

@@ -23,6 +23,7 @@ from .hosts import Host, HostError, HostLike, load_host
 from .patcher import Site, carriers, check_tau, patch_model
 from .ragged.groups import predict_groups
 from .ragged.predicting import predict_ragged
+from .tabpfn_api import check_tabpfn
 
 _FORMAT = "oretrofit-1"
 
@@ -162,6 +163,7 @@ def patch(
         TabPFNDriftError: A TabPFN other than the one that the patches were written for.
         ValueError: An unknown variant, a number out of range, or the calibration of another host.
     """
+    check_tabpfn()
     check_variant(variant)
     settings.check_delta(delta, quantile)
     if tau is not None:
@@ -191,6 +193,7 @@ def calibrate(
 
     What is measured for `closed` serves the other variants too.
     """
+    check_tabpfn()
     host = load_host(host)
     found = carriers(host.model, variant)
     return Calibration.measure(

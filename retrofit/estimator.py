@@ -132,14 +132,18 @@ class RetrofitRegressor(RegressorMixin, BaseEstimator):
     between processes, save a retrofit and pass its path as `retrofit`.
 
         from oretrofit import RetrofitRegressor
+        from sklearn.datasets import load_diabetes
+        from sklearn.model_selection import GridSearchCV
 
-        regressor = RetrofitRegressor().fit(X, y)
-        regressor.predict(X_test, output_type="quantiles", quantiles=[0.1, 0.5, 0.9])
+        X, y = load_diabetes(return_X_y=True, as_frame=True)
+        regressor = RetrofitRegressor().fit(X[:200], y[:200])
+        low, median, high = regressor.predict(X[200:], output_type="quantiles", quantiles=[0.1, 0.5, 0.9])
 
-        GridSearchCV(RetrofitRegressor(), {"delta": [1e-4, 1e-3], "estimator__n_estimators": [4, 8]}, n_jobs=2)
+        grid = {"variant": ["oa", "closed"], "estimator__n_estimators": [1, 2]}
+        search = GridSearchCV(RetrofitRegressor(), grid, cv=2).fit(X[:200], y[:200])
 
-        by_store = RetrofitRegressor(by="store").fit(past[["store", "day", "price"]], past["sold"])
-        by_store.predict(coming[["store", "day", "price"]])  # each store from its own past
+        by_sex = RetrofitRegressor(by="sex").fit(X[:200], y[:200])
+        means = by_sex.predict(X[200:])  # each row from the rows of its own group
 
     Args:
         host: As of `oretrofit.patch`: a name, a path, a model, or what `load_host` returns. The last two are copied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -83,19 +84,38 @@ def check_plot(file: Path | None) -> None:
         raise ValueError(f"--plot writes a .png file, not {file.name!r}")
 
 
+def check_retrofit(option: str, file: Path | None) -> None:
+    """Raise `ValueError` for a file that is not there or no retrofit, to go by its first words."""
+    check_input(option, file)
+    if file is not None and file.suffix != ".safetensors":  # a retrofit's checkpoint takes torch to see
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:  # UnicodeDecodeError is one
+            content = None
+        if not isinstance(content, dict) or not {"format", "variant", "tau"} <= content.keys():
+            raise ValueError(
+                f"{option} {file} is not a retrofit written by oretrofit; `oretrofit patch --out` makes one"
+            )
+
+
 def check_host(host: str) -> None:
     """Raise `ValueError` now for a host that is nowhere; what it is takes torch to see."""
     if host in settings.HOST_NAMES:
         return
+    known = ", ".join(settings.HOST_NAMES)
     with suppress(OSError, RuntimeError):  # too long a name, or the home of nobody
         path = Path(host).expanduser()
-        if path.is_file():
-            return
         if path.is_dir():
+            raise ValueError(f"--host {host!r} is a folder; give a checkpoint file, or {known}")
+        if path.is_file():
+            with path.open("rb") as file:
+                head = file.read(9)
+            # A zip archive, a pickle, or safetensors' header behind its length.
+            if head[:2] == b"PK" or head[:1] == b"\x80" or head[8:] == b"{":
+                return
             raise ValueError(
-                f"--host {host!r} is a folder; give a checkpoint file, or {', '.join(settings.HOST_NAMES)}"
+                f"--host {host!r} is no checkpoint, to go by its first bytes; give another file, or {known}"
             )
-    known = ", ".join(settings.HOST_NAMES)
     raise ValueError(f"--host: no host {host!r}: neither a known name ({known}) nor an existing checkpoint file")
 
 

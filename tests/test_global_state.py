@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 import sklearn
 import threadpoolctl
 import torch
+from tabpfn import TabPFNRegressor
 from typer.testing import CliRunner
 
 import oretrofit
@@ -68,7 +70,9 @@ def files(tmp_path_factory, tiny_host) -> Path:
     """A folder with a host, a closed retrofit of it and tables."""
     folder = tmp_path_factory.mktemp("state")
     save_host(tiny_host.model, folder / "tiny-v3.safetensors")
-    oretrofit.patch(folder / "tiny-v3.safetensors", "closed", tau=1e-3).save(folder / "closed.json")
+    closed = oretrofit.patch(folder / "tiny-v3.safetensors", "closed", tau=1e-3)
+    closed.save(folder / "closed.json")
+    closed.save_checkpoint(folder / "closed-v3.safetensors")
     rng = np.random.default_rng(0)
     rows = pd.DataFrame({"shop": np.repeat(["a", "b"], 15), "x": rng.standard_normal(30)})
     rows["kind"] = rng.choice(["red", "green"], 30)
@@ -117,10 +121,15 @@ def tables(table):
     return [X, X[:20], X[:9, :2]] * 3, [y, y[:20], y[:9]] * 3, [X_test, X_test, X_test[:, :2]] * 3
 
 
-def long_table():
+def long_table() -> tuple[pd.DataFrame, pd.Series, pd.DataFrame]:
     rng = np.random.default_rng(0)
-    rows = pd.DataFrame({"shop": np.repeat(["a", "b"], 12), "x": rng.standard_normal(24)})
-    return rows.assign(y=rows["x"]), rows.iloc[::4]
+    X = pd.DataFrame({"shop": np.repeat(["a", "b"], 12), "x": rng.standard_normal(24)})
+    return X, X["x"].rename("y"), X.iloc[::4]
+
+
+def by_shop(use: Any, **settings: Any) -> Any:
+    X, y, X_test = long_table()
+    return use.closed.predict_groups(X.assign(y=y), X_test, target="y", by="shop", **OPTIONS, **settings)
 
 
 def interrupt(*_: Any, **__: Any) -> None:
@@ -130,7 +139,7 @@ def interrupt(*_: Any, **__: Any) -> None:
 # ---- The library ---------------------------------------------------------------------------------
 
 # Of each public function, and each public name of a `Retrofit`: calls, by what there is to call them with.
-CALLS = {
+CALLS: dict[str, list[Callable[[Any], Any]]] = {
     "load_host": [
         lambda use: oretrofit.load_host("small"),
         lambda use: oretrofit.load_host(use.files / "tiny-v3.safetensors"),
@@ -142,25 +151,30 @@ CALLS = {
         lambda use: oretrofit.patch(use.host, "full-o", tables=1),
         lambda use: oretrofit.patch(use.files / "tiny-v3.safetensors", "closed", tau=1e-3),
     ],
-    "load": [lambda use: oretrofit.load(use.files / "closed.json")],
+    "load": [
+        lambda use: oretrofit.load(use.files / "closed.json"),
+        lambda use: oretrofit.load(use.files / "closed-v3.safetensors"),
+    ],
     "unpatch": [lambda use: oretrofit.unpatch(use.closed.specs.model)],
     "specs": [lambda use: use.predict(use.closed.specs)],
     "host_specs": [lambda use: use.predict(use.closed.host_specs)],
     "table": [lambda use: use.closed.table],
     "save": [lambda use: use.closed.save(use.folder / "saved.json")],
-    "save_fit": [lambda use: use.save_fit()],
-    "load_fit": [lambda use: (use.save_fit(), use.closed.load_fit(use.folder / "saved.tabpfn_fit", device="cpu"))],
+    "save_checkpoint": [lambda use: use.closed.save_checkpoint(use.folder / "saved-v3.safetensors")],
+    "to_dict": [lambda use: use.closed.to_dict()],
+    "RetrofitRegressor": [lambda use: use.estimator().fit(*use.table[:2]).predict(use.table[2])],
+    "RetrofitRegressor by": [lambda use: use.estimator(by="shop").fit(*long_table()[:2]).predict(long_table()[2])],
     "predict_ragged": [
         lambda use: use.closed.predict_ragged(*use.tables, n_jobs=0, **OPTIONS),
         lambda use: use.closed.predict_ragged(*use.tables, n_jobs=1, output_type="full", **OPTIONS),
     ],
     "predict_groups": [
-        lambda use: use.closed.predict_groups(*long_table(), target="y", by="shop", n_jobs=0, **OPTIONS),
-        lambda use: use.closed.predict_groups(*long_table(), target="y", by="shop", n_jobs=1, **OPTIONS),
+        lambda use: by_shop(use, n_jobs=0),
+        lambda use: by_shop(use, n_jobs=1, output_type="main"),
     ],
 }
 
-FAILURES = {
+FAILURES: dict[str, tuple[type[BaseException], Callable[[Any], Any]]] = {
     "a host that is none": (ValueError, lambda use: oretrofit.load_host(use.files / "train.csv")),
     "a retrofit that is none": (ValueError, lambda use: oretrofit.load(use.files / "train.csv")),
     "tau": (ValueError, lambda use: oretrofit.patch(use.host, "full-o", tau=-1.0)),
@@ -178,10 +192,7 @@ FAILURES = {
         lambda use: use.closed.predict_ragged(*use.tables, n_jobs=1, on_tables=interrupt, **OPTIONS),
     ),
     "an interruption of a pass": (KeyboardInterrupt, lambda use: use.interrupted_pass()),
-    "a bad group": (
-        ValueError,
-        lambda use: use.closed.predict_groups(*long_table(), target="y", by="shop", min_rows=99, **OPTIONS),
-    ),
+    "a bad group": (ValueError, lambda use: by_shop(use, min_rows=99)),
 }
 
 
@@ -192,9 +203,9 @@ class Use:
         self.host, self.closed, self.files, self.folder = host, closed, files, folder
         self.table, self.tables, self.regressor, self.predict = table, tables(table), regressor, predict
 
-    def save_fit(self) -> None:
-        fitted = self.regressor(self.closed.specs).fit(*self.table[:2])
-        self.closed.save_fit(fitted, self.folder / "saved.tabpfn_fit")
+    def estimator(self, **parameters: Any) -> Any:
+        file = self.files / "tiny-v3.safetensors"
+        return oretrofit.RetrofitRegressor(file, tau=1e-3, estimator=TabPFNRegressor(**OPTIONS), **parameters)
 
     def interrupted_pass(self) -> None:
         with pytest.MonkeyPatch.context() as patched:
@@ -209,9 +220,10 @@ def use(tiny_host, closed, files, tmp_path_factory, table, regressor, predict) -
 
 def test_all_of_the_library_is_here():
     functions = {name for name in oretrofit.__all__ if inspect.isfunction(getattr(oretrofit, name))}
+    functions |= {"RetrofitRegressor"}
     methods = {name for name in vars(oretrofit.Retrofit) if not name.startswith("_")}
     fields = {"host", "variant", "model", "sites", "settings", "statistics"}
-    assert CALLS.keys() == functions | (methods - fields)
+    assert {name.split()[0] for name in CALLS} == functions | (methods - fields)
 
 
 @pytest.mark.parametrize(

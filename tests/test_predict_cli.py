@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -403,7 +404,7 @@ def test_a_separator_at_the_ends_of_the_rows(tmp_path: Path, sides: tuple[int, .
         content.replace("\n", ",\n").replace(",\n", "\n", 1) if side in sides else content
         for side, content in enumerate(SALES)
     ]
-    found, _ = predicted(tmp_path, *ended, "--target sales")
+    found, _ = predicted(tmp_path, ended[0], ended[1], "--target sales")
     np.testing.assert_array_equal(found, plain)
     np.testing.assert_allclose(found, [25, 45], atol=2)  # ten times the price
 
@@ -414,7 +415,7 @@ def test_names_in_front_of_the_rows(tmp_path: Path) -> None:
     for content in SALES:
         header, *rows = content.splitlines()
         named.append("\n".join([header, *(f'"r{i}",{row}' for i, row in enumerate(rows))]) + "\n")
-    found, result = predicted(tmp_path, *named, "--target sales")
+    found, result = predicted(tmp_path, named[0], named[1], "--target sales")
     assert "test.csv: each row begins with a name, such as 'r0', for which the header has none" in result.stderr
     np.testing.assert_array_equal(found, plain)
     assert list(pd.read_csv(tmp_path / "p.csv")["index"]) == ["r0", "r1"]
@@ -597,7 +598,7 @@ def write_csv(frame: pd.DataFrame, file: Path, encoding: str = "utf-8", **settin
     file.write_bytes(text.encode(encoding))
 
 
-WRITERS = {
+WRITERS: dict[str, Callable[..., None]] = {
     "t.csv": write_csv,
     "t.CSV": functools.partial(write_csv, encoding="utf-8-sig", lineterminator="\r\n"),
     "t.tsv": functools.partial(write_csv, sep="\t"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,79 +13,26 @@ import torch
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from tabpfn import TabPFNRegressor
 
 import oretrofit
-from oretrofit.calibration import carriers
-from oretrofit.calibration.carriers import calibration_tables, predict_table
-from oretrofit.calibration.settings import TABLES
+from oretrofit.calibration.calibration import Calibration
 from oretrofit.calibration.variants import VARIANTS
-from oretrofit.experiments import evaluate, frontier, report
-from oretrofit.experiments.datasets import Case
+from oretrofit.experiments import frontier, style
+from oretrofit.experiments.evaluate import Plan, case_rows, evaluate
+from oretrofit.experiments.runs import open_run
 from oretrofit.patches.presence import presence
 from oretrofit.retrofit.api import calibrate
+from oretrofit.retrofit.check import near_identity, synthetic_cases
 from oretrofit.retrofit.hosts import Host
 
 
-@pytest.fixture(autouse=True)
-def one_estimator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TabPFN fits eight by default, which here would only take longer."""
-    for module in (carriers, evaluate, frontier):
-        monkeypatch.setattr(module, "TabPFNRegressor", functools.partial(TabPFNRegressor, n_estimators=1))
+@pytest.fixture(scope="module")
+def calibration(tiny_host: Host) -> Calibration:
+    return calibrate(tiny_host, tables=1)
 
 
-def case(y_train: list[float], y_test: list[float]) -> Case:
-    X_train, X_test = pd.DataFrame(np.zeros((len(y_train), 1))), pd.DataFrame(np.zeros((len(y_test), 1)))
-    return Case("made", 0, X_train, np.array(y_train), X_test, np.array(y_test))
-
-
-def test_comparison_by_hand() -> None:
-    # RMSE 1 -> 0.9 and 2 -> 2.6: changes of -10 % and +30 %. A resample of two cases is both of one
-    # with probability 1/4 each, so the 2.5 % quantiles of its mean are the changes themselves.
-    cases = [case([0.0, 1.0, 0.0, 1.0], [0.0, 0.0]), case([0.0, 4.0, 0.0, 4.0], [1.0, 1.0])]
-    host = [np.array([1.0, -1.0]), np.array([3.0, -1.0])]
-    variant = [np.array([0.9, -0.9]), np.array([3.6, -1.6])]
-    compared = frontier.compare_predictions(host, variant, cases)
-    assert compared == pytest.approx(
-        {
-            "mean_rmse_delta_pct": 10.0,
-            "ci95_low_pct": -10.0,
-            "ci95_high_pct": 30.0,
-            "worst_rmse_delta_pct": 30.0,
-            "mean_abs_rmse_delta_pct": 20.0,
-            "max_abs_diff_sd": 0.3,  # 0.6 / 2 in the second, 0.1 / 0.5 in the first
-        }
-    )
-    with pytest.raises(ValueError, match="zip"):
-        frontier.compare_predictions(host, variant[:1], cases)
-
-
-def test_interval_narrows_with_the_number_of_cases() -> None:
-    changes = np.random.default_rng(2).normal(0.1, 0.5, 400)
-    cases = [case([0.0, 1.0], [0.0])] * len(changes)
-    host = [np.array([1.0])] * len(changes)
-    compared = frontier.compare_predictions(host, [np.array([1 + c / 100]) for c in changes], cases)
-    half = 1.96 * changes.std() / np.sqrt(len(changes))  # the normal interval of a mean
-    assert compared["ci95_low_pct"] == pytest.approx(changes.mean() - half, abs=0.1 * half)
-    assert compared["ci95_high_pct"] == pytest.approx(changes.mean() + half, abs=0.1 * half)
-
-
-def test_synthetic_cases_are_predicted_as_calibration_predicts(tiny_host: Host) -> None:
-    tables, cases = calibration_tables(6, 5), frontier.synthetic_cases(6, 5)
-    assert any(table.categorical for table in tables)
-    done: list[None] = []
-    predicted = frontier.predict_cases(tiny_host.specs, cases, on_case=lambda: done.append(None))
-    assert len(done) == 6
-    for table, made, means in zip(tables, cases, predicted, strict=True):
-        assert np.array_equal(np.concatenate([made.y_train, made.y_test]), table.y)
-        assert np.array_equal(np.concatenate([made.X_train, made.X_test]), table.X, equal_nan=True)
-        assert made.categorical == table.categorical
-        assert np.array_equal(means, predict_table(tiny_host.specs, table))
-
-
-def test_presence_is_one_half_at_the_length_reported(tiny_host: Host) -> None:
-    calibration = calibrate(tiny_host, tables=2)
-    retrofit = oretrofit.patch(tiny_host, "oa", delta=0.01, tables=2, calibration=calibration)
+def test_presence_is_one_half_at_the_length_reported(tiny_host: Host, calibration: Calibration) -> None:
+    retrofit = oretrofit.patch(tiny_host, "oa", delta=0.01, calibration=calibration)
     half = frontier.half_presence(retrofit)
     lengths = {site.name: np.median(np.sqrt(calibration.squared_norms[site.name])) for site in retrofit.sites}
     presences = {}
@@ -103,56 +50,62 @@ def test_presence_is_one_half_at_the_length_reported(tiny_host: Host) -> None:
     assert half["half_presence_norm"] == pytest.approx(np.median(expected), rel=1e-3)
 
 
-def test_sweep(tiny_host: Host) -> None:
-    cases = frontier.synthetic_cases(2)
-    tables: list[None] = []
+def test_sweep(tiny_host: Host, calibration: Calibration) -> None:
+    cases = synthetic_cases(2, 30_000, max_rows=60)
     done: list[None] = []
     rows = frontier.sweep_delta(
         tiny_host,
+        calibration,
         cases,
         ("full-o", "oa"),
         deltas=(1e-6, 1e-1),
-        on_table=lambda: tables.append(None),
         on_case=lambda: done.append(None),
+        n_estimators=1,
     )
-    assert list(rows.columns) == [
-        *("variant", "delta", "mean_rmse_delta_pct", "ci95_low_pct", "ci95_high_pct", "worst_rmse_delta_pct"),
-        *("mean_abs_rmse_delta_pct", "max_abs_diff_sd", "half_presence_norm", "half_presence_norm_min"),
-        "half_presence_norm_max",
-    ]
     assert list(zip(rows["variant"], rows["delta"], strict=True)) == [
         *(("full-o", 1e-6), ("full-o", 1e-1), ("oa", 1e-6), ("oa", 1e-1))
     ]
-    assert (len(tables), len(done)) == (TABLES, 2 + 4 * 2)  # the host predicts each case once
+    assert len(done) == 2 + 4 * 2  # the host predicts each case once
     for _, (small, large) in rows.groupby("variant")["max_abs_diff_sd"]:
         assert small < 1e-3 < large
     # tau is in proportion to delta / (1 - delta).
     for _, (small, large) in rows.groupby("variant")["half_presence_norm"]:
         assert large / small == pytest.approx(np.sqrt((0.1 / 0.9) / (1e-6 / (1 - 1e-6))), rel=1e-9)
     # Host and variant each predicted for themselves.
-    compared = frontier.near_identity(oretrofit.patch(tiny_host, "oa", delta=1e-1), cases)
+    retrofit = oretrofit.patch(tiny_host, "oa", delta=1e-1, calibration=calibration)
+    compared = near_identity(retrofit, cases, n_estimators=1)
     assert compared == rows.iloc[3][list(compared)].to_dict()
+    # A resample of two cases is both of one with probability 1/4 each, so that the 2.5 % quantiles of its mean are the
+    # changes themselves: their mean is the middle, and half their distance the mean's distance from either.
+    for row in rows.to_dict("records"):
+        low, high = row["ci95_low_pct"], row["ci95_high_pct"]
+        assert (low + high) / 2 == pytest.approx(row["mean_rmse_delta_pct"], rel=1e-9)
+        assert row["largest_rmse_delta_pct"] == pytest.approx(max(low, high, key=abs), rel=1e-9)
+        assert row["worst_rmse_delta_pct"] == pytest.approx(high, rel=1e-9)
 
 
 def test_every_variant_is_swept_by_default() -> None:
     assert inspect.signature(frontier.sweep_delta).parameters["variants"].default == tuple(VARIANTS)
 
 
-def test_suite_cases_give_what_eval_gives(tiny_host: Host, tmp_path: Path) -> None:
+def test_suite_cases_give_what_eval_gives(tiny_host: Host, calibration: Calibration, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     frame = pd.DataFrame(rng.normal(size=(40, 3)), columns=["a", "b", "c"])
     frame["town"] = np.where(frame["b"] > 0, "north", "south")
     frame["y"] = frame["a"] + 0.1 * rng.normal(size=40)
     frame.to_csv(tmp_path / "table.csv", index=False)
     spec = f"csv:{tmp_path / 'table.csv'}#y"
-    plan = evaluate.Plan(tiny_host, [spec], seeds=2, variants=("full-o",), delta=1e-2)
-    cases, failures = evaluate.evaluate(plan, evaluate.calibrate_run(plan, tmp_path), tmp_path)
+    given = oretrofit.patch(tiny_host, "full-o", delta=1e-2, calibration=calibration)
+    few: dict[str, Any] = {"n_estimators": 1}
+    plan = Plan(tiny_host, [spec], seeds=2, variants=(), given=given, tables=1, estimator=few)
+    with open_run(tmp_path / "run", plan.settings()) as run:
+        cases, failures = evaluate(plan, run)
     assert not failures
-    records = evaluate.case_rows(cases).query("variant == 'full-o'")
+    records = case_rows(cases).query("variant == 'full-o'")
 
-    (row,) = frontier.sweep_delta(tiny_host, frontier.suite_cases([spec], 2), ("full-o",), deltas=(1e-2,)).to_dict(
-        "records"
-    )
+    made = frontier.suite_cases([spec], 2)
+    swept = frontier.sweep_delta(tiny_host, calibration, made, ("full-o",), deltas=(1e-2,), **few)
+    (row,) = swept.to_dict("records")
     assert row["mean_rmse_delta_pct"] == pytest.approx(records["rmse_delta_pct"].mean(), rel=1e-9)
     assert row["worst_rmse_delta_pct"] == pytest.approx(records["rmse_delta_pct"].max(), rel=1e-9)
     assert row["max_abs_diff_sd"] == pytest.approx(records["max_abs_diff_sd"].max(), rel=1e-9)
@@ -166,7 +119,13 @@ def made_rows() -> pd.DataFrame:
             compared = [factor * delta * 100, *ends, delta * 400, delta * 120, delta]
             half = [np.sqrt(delta) * part for part in (0.8, 0.1, 0.9)]
             rows.append([variant, delta, *compared, *half])
-    names = ["mean_rmse_delta_pct", "ci95_low_pct", "ci95_high_pct", "worst_rmse_delta_pct", "mean_abs_rmse_delta_pct"]
+    names = [
+        "mean_rmse_delta_pct",
+        "ci95_low_pct",
+        "ci95_high_pct",
+        "largest_rmse_delta_pct",
+        "mean_abs_rmse_delta_pct",
+    ]
     names += ["max_abs_diff_sd", "half_presence_norm", "half_presence_norm_min", "half_presence_norm_max"]
     return pd.DataFrame(rows, columns=["variant", "delta", *names])
 
@@ -179,7 +138,7 @@ def test_table() -> None:
         "mean": "+0.1000",
         "low": "+0.0500",
         "high": "+0.3000",
-        "worst": "+0.4000",
+        "largest": "+0.4000",
         "size": "0.1200",
         "half": "2.5",  # 100 * 0.8 * sqrt(0.001)
         "range": "0.32–2.8",
@@ -201,9 +160,9 @@ def test_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change, half = drawn[0].axes
     assert (change.get_xscale(), half.get_xscale(), change.get_yscale()) == ("log", "log", "symlog")
     for variant, group in rows.groupby("variant"):
-        _, color = report.STYLES.get(str(variant), ("", "#555555"))
+        _, color = style.STYLES.get(str(variant), style.OTHER_STYLE)
         for axes, columns, unit in (
-            (change, ["worst_rmse_delta_pct", "mean_rmse_delta_pct"], 1),
+            (change, ["largest_rmse_delta_pct", "mean_rmse_delta_pct"], 1),
             (half, ["half_presence_norm"], 100),
         ):
             lines = [np.asarray(line.get_ydata()) for line in axes.get_lines() if line.get_color() == color]
@@ -228,10 +187,11 @@ def test_plot_of_changes_of_exactly_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_sweep_on_cuda(tiny_host: Host) -> None:
-    cases = frontier.synthetic_cases(2)
+def test_sweep_on_cuda(tiny_host: Host, calibration: Calibration) -> None:
+    cases = synthetic_cases(2, 30_000)
     on_cpu, on_gpu = (
-        frontier.sweep_delta(tiny_host, cases, ("full-o",), deltas=(1e-2,), device=device) for device in ("cpu", "cuda")
+        frontier.sweep_delta(tiny_host, calibration, cases, ("full-o",), deltas=(1e-2,), device=device)
+        for device in ("cpu", "cuda")
     )
     assert on_gpu["max_abs_diff_sd"][0] == pytest.approx(on_cpu["max_abs_diff_sd"][0], rel=0.05)
     assert on_gpu["half_presence_norm"][0] == pytest.approx(on_cpu["half_presence_norm"][0], rel=1e-3)

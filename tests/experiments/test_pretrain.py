@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 from tabpfn import TabPFNRegressor
+from tabpfn.architectures.tabpfn_v3 import TabPFNV3Config, get_architecture
 
-from oretrofit.experiments.pretrain import PretrainSettings, draw_batch, pretrain
-from oretrofit.retrofit.hosts import load_host
+from oretrofit.experiments.folders import FolderInUseError
+from oretrofit.experiments.pretrain import SMALL_CONFIG, PretrainSettings, draw_batch, new_host, pretrain
+from oretrofit.retrofit.hosts import load_host, weights_sha256
 
 SETTINGS = PretrainSettings(steps=4, warmup=2, max_rows=40, max_columns=3, cells=200, batch_rows=80)
 HOST = "oretrofit-small-v3-regressor.safetensors"
@@ -50,3 +52,58 @@ def test_other_settings_are_not_mixed_into_a_run(tmp_path):
     run.close()
     with pytest.raises(ValueError, match="other settings"):
         next(pretrain(replace(SETTINGS, seed=1), tmp_path))
+
+
+def test_new_weights_are_those_of_the_seed_and_leave_torchs_own_state_alone():
+    before = torch.random.get_rng_state()
+    first, again, other = (weights_sha256(new_host(seed)) for seed in (0, 0, 1))
+    assert first == again != other
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(0)
+    assert weights_sha256(get_architecture(TabPFNV3Config(**SMALL_CONFIG))) == first
+
+
+def stopped(folder):
+    """A run that ended after its second step."""
+    run = pretrain(SETTINGS, folder, save_every=1, log_every=1)
+    next(run)
+    next(run)
+    next(run)  # the state of a step is saved when the next one is asked for
+    run.close()
+
+
+def test_half_a_line_of_the_log_is_left_out(tmp_path):
+    stopped(tmp_path)
+    log = tmp_path / "loss.csv"
+    lines = log.read_text().splitlines()[:3]
+    log.write_text("\n".join(lines) + "\n1")  # of step 10, say
+    for _ in pretrain(SETTINGS, tmp_path, log_every=1):
+        pass
+    assert log.read_text().splitlines()[:3] == lines
+    assert [line.split(",")[0] for line in log.read_text().splitlines()] == ["step", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.pt", b"", r"state\.pt is no state of a training"),
+        ("state.pt", b"PK\x03\x04 and no more", r"state\.pt is no state of a training"),
+        ("loss.csv", b"\xff\xfes\x00\n\x00", r"loss\.csv is no log of a training"),
+        ("loss.csv", b"step,loss\nten,1\n", r"loss\.csv is no log of a training"),
+    ],
+)
+def test_files_that_cannot_be_read_are_named_and_left_alone(tmp_path, name, content, message):
+    stopped(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{message}.*; remove it, or choose another --out"):
+        next(pretrain(SETTINGS, tmp_path))
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_one_writer(tmp_path):
+    run = pretrain(SETTINGS, tmp_path, log_every=1)
+    next(run)
+    with pytest.raises(FolderInUseError, match="in use by process"):
+        next(pretrain(SETTINGS, tmp_path))
+    run.close()
+    next(pretrain(SETTINGS, tmp_path, log_every=1))

@@ -227,7 +227,7 @@ def test_bench_ragged_command(host_file, in_this_process, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--tables 0", "--tables must be at least 1"),
+        ("--tables 0", "--tables must be between 1 and"),
         ("--host nowhere", "no host 'nowhere'"),
         ("--device tpu", "unknown device 'tpu'"),
         ("--json missing/t.json", "missing/t.json: No such file"),

@@ -107,7 +107,7 @@ def test_bench_ragged_equality_command(tmp_path, tiny_host, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--tables 0", "--tables must be at least 1"),
+        ("--tables 0", "--tables must be between 1 and"),
         ("--host nowhere", "no host 'nowhere'"),
         ("--device tpu", "unknown device 'tpu'"),
         ("--json missing/t.json", "missing/t.json: No such file"),

@@ -11,9 +11,12 @@ import pandas as pd
 import pytest
 
 from oretrofit.experiments import report
+from oretrofit.experiments.datasets import BUNDLED_TARGETS
+from oretrofit.retrofit import files
 
 KEYS = {
     *("cases", "mean_rmse_delta_pct", "median_rmse_delta_pct", "worst_rmse_delta_pct", "ci95_pct", "wins", "losses"),
+    *("largest_rmse_delta_pct", "mean_rmse_delta_pct_without_broken"),
     *("mean_nll_delta", "max_abs_diff_sd", "time_ratio", "peak_memory_ratio"),
 }
 
@@ -22,7 +25,7 @@ def record(dataset: str, seed: int, variant: str, delta: float, **values: float 
     made: dict = {"dataset": dataset, "seed": seed, "variant": variant, "n_train": 20, "n_test": 10, "n_columns": 3}
     made |= {"host_rmse": 2.0, "variant_rmse": 2.0 * (1 + delta / 100), "rmse_delta_pct": delta}
     made |= {"max_abs_diff_sd": 0.0, "host_nll": 1.0, "variant_nll": 1.0, "host_seconds": 1.0, "variant_seconds": 1.0}
-    return made | {"host_peak_mb": None, "variant_peak_mb": None} | values
+    return made | {"host_peak_mb": None, "variant_peak_mb": None, "train_mean_rmse": 3.0} | values
 
 
 def rows() -> pd.DataFrame:
@@ -46,7 +49,8 @@ def test_summary_by_hand() -> None:
     assert oa["cases"] == 4
     assert oa["mean_rmse_delta_pct"] == pytest.approx(0.75)
     assert oa["median_rmse_delta_pct"] == pytest.approx(0.5)
-    assert oa["worst_rmse_delta_pct"] == 4.0
+    assert (oa["largest_rmse_delta_pct"], oa["worst_rmse_delta_pct"]) == (4.0, 4.0)
+    assert oa["mean_rmse_delta_pct_without_broken"] == oa["mean_rmse_delta_pct"]
     assert (oa["wins"], oa["losses"]) == (1, 2)
     assert oa["mean_nll_delta"] == pytest.approx((0.25 - 0.5) / 4)
     assert oa["max_abs_diff_sd"] == 0.5
@@ -68,37 +72,94 @@ def test_interval_is_that_of_the_mean_and_always_the_same() -> None:
     assert again["oa"]["ci95_pct"] == [low, high]
 
 
-SETTINGS = {
+def test_the_largest_change_is_of_either_sign() -> None:
+    found = report.summarize(pd.DataFrame([record("a", i, "oa", v) for i, v in enumerate((0.48, -0.82, 0.1))]))["oa"]
+    assert (found["largest_rmse_delta_pct"], found["worst_rmse_delta_pct"]) == (-0.82, 0.48)
+
+
+SETTINGS: dict = {
     "host": {"name": "small", "sha256": "0" * 64},
+    "datasets": ["a", "b", "csv:/some/where/c.csv#y", "csv:/else/where/c.csv#y"],
     "precision": "auto",
     "precision_used": "autocast",
     "device": "cpu",
     "gpu": None,
     "max_train_rows": 20,
 }
+OURS = {**SETTINGS, "datasets": sorted(BUNDLED_TARGETS)}
+
+
+def write(folder: Path, summary: dict, rows: pd.DataFrame) -> str:
+    for name, write in report.report_files(summary, rows).items():
+        write(folder / name)
+    assert json.loads((folder / "summary.json").read_text()) == summary
+    return (folder / "table.md").read_text()
 
 
 def test_files(tmp_path: Path) -> None:
-    failed = [{"dataset": "csv:/some/where/c.csv#y", "seed": 2, "reason": "ValueError: no"}]
-    report.write_report(tmp_path, SETTINGS, rows(), failed)
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    failed = [{"dataset": "csv:/some/where/c.csv#y", "seed": 2, "reason": "ValueError: no", "may_pass": False}]
+    summary = report.make_summary(SETTINGS, rows(), failed)
     assert summary["settings"] == SETTINGS
     assert set(summary["variants"]["oa"]) == KEYS
-    assert summary["paper"]["mean_rmse_delta_pct"] == {"oa": 0.088, "full-o": 0.177}
-    assert (summary["paper"]["cases"], summary["paper"]["note"]) == (18, "another host on other data")
     assert summary["failed"] == failed
-    table = (tmp_path / "table.md").read_text()
+    assert summary["broken_host"] == []
+    table = write(tmp_path, summary, rows())
     assert "| cases | 4 | 1 |" in table
     assert "| b | 0 | 20 + 10 x 3 | 2 | +4.0000 |" in table
     assert "auto (autocast)" in table
-    assert "another host on other data" in table and "+0.088" in table
-    assert "- c.csv#y, seed 2: ValueError: no" in table
+    assert "- some/where/c.csv#y, seed 2: ValueError: no" in table
     assert (tmp_path / "deltas.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_papers_figures_stand_under_our_own_only(tmp_path: Path) -> None:
+    ours = report.make_summary(OURS, rows().replace({"a": "ames", "b": "cars"}))
+    assert ours["paper"]["mean_rmse_delta_pct"] == {"oa": 0.088, "full-o": 0.177}
+    assert (ours["paper"]["cases"], ours["paper"]["note"]) == (18, "another host on other data")
+    table = write(tmp_path, ours, rows().replace({"a": "ames", "b": "cars"}))
+    assert "another host on other data" in table and "+0.088" in table
+    for settings in (SETTINGS, {**OURS, "host": {"name": "v3", "sha256": "1" * 64}}):
+        other = report.make_summary(settings, rows())
+        assert other["paper"] is None
+        assert "paper" not in str(report.summary_cells(other)) + report.notes(other)
+    # Nor where none of the variants is the paper's.
+    closed = report.make_summary(OURS, pd.DataFrame([record("ames", 0, "closed", 1.0)]))
+    assert "paper" not in str(report.summary_cells(closed)) + report.notes(closed)
+
+
+def test_a_broken_host_is_named_and_its_mean_given_without_it(tmp_path: Path) -> None:
+    # Predicting the mean gives 3: a host at 26 is broken, one at 9 (three times the mean's) not yet.
+    made = pd.DataFrame(
+        [
+            record("a", 0, "oa", -91.0, host_rmse=26.0, variant_rmse=2.34),
+            record("a", 1, "oa", 1.0, host_rmse=9.0),
+            record("b", 0, "oa", 3.0),
+        ]
+    )
+    summary = report.make_summary(SETTINGS, made)
+    assert summary["broken_host"] == [{"dataset": "a", "seed": 0, "host_rmse": 26.0, "train_mean_rmse": 3.0}]
+    oa = summary["variants"]["oa"]
+    assert (oa["mean_rmse_delta_pct"], oa["mean_rmse_delta_pct_without_broken"]) == (-29.0, 2.0)
+    table = write(tmp_path, summary, made)
+    assert "|   mean without † | +2.0000 |" in table
+    assert "| a | 0 | 20 + 10 x 3 | 26 † | -91.0000 |" in table
+    assert "a seed 0 (26, the mean 3)" in table
+
+    only = report.make_summary(SETTINGS, made[:1])
+    assert only["variants"]["oa"]["mean_rmse_delta_pct_without_broken"] is None
+    assert ["  mean without †", "–"] in report.summary_cells(only)[1]
+
+
+def test_records_of_earlier_versions_do_not_say_whether_the_host_is_broken() -> None:
+    old = rows().drop(columns="train_mean_rmse")
+    assert report.make_summary(SETTINGS, old)["broken_host"] == []
+    mixed = pd.DataFrame([*old.to_dict("records"), record("b", 2, "oa", 1.0, host_rmse=26.0)])
+    assert [case["seed"] for case in report.make_summary(SETTINGS, mixed)["broken_host"]] == [2]
+
+
 def test_no_finished_case(tmp_path: Path) -> None:
-    summary = report.write_report(tmp_path, SETTINGS, pd.DataFrame())
+    summary = report.make_summary(SETTINGS, pd.DataFrame())
     assert summary["variants"] == {}
+    write(tmp_path, summary, pd.DataFrame())
     assert (tmp_path / "table.md").exists() and not (tmp_path / "deltas.png").exists()
 
 
@@ -106,16 +167,26 @@ def test_no_finished_case(tmp_path: Path) -> None:
 def test_figure_for_any_scale(tmp_path: Path, spread: float) -> None:
     values = [("oa", 1e-3), ("oa", -2e-3), ("oa", spread), ("full-o", -spread), ("identity", 0.0)]
     frame = pd.DataFrame([record(f"data{i % 3}", i, name, v) for i, (name, v) in enumerate(values)])
-    report.plot_deltas(frame, tmp_path / "deltas.png")
+    report.plot_deltas(frame, {f"data{i}": f"data{i}" for i in range(3)}, tmp_path / "deltas.png")
     assert (tmp_path / "deltas.png").stat().st_size > 5000
 
 
 def test_rows_as_json(tmp_path: Path) -> None:
-    report.write_rows(pd.DataFrame({"name": ["a", "b"], "value": [0.1, math.nan]}), tmp_path / "rows.json")
+    files.write_rows(pd.DataFrame({"name": ["a", "b"], "value": [0.1, math.nan]}), tmp_path / "rows.json")
     assert json.loads((tmp_path / "rows.json").read_text()) == [
         {"name": "a", "value": 0.1},
         {"name": "b", "value": None},
     ]
+
+
+def test_json_is_valid_whatever_it_is_given(tmp_path: Path) -> None:
+    content = {"a": [1, math.inf, {"b": -math.inf}], "c": (math.nan, None, "x"), "d": np.float64("nan")}
+    files.write_json(content, tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text()) == {
+        "a": [1, None, {"b": None}],
+        "c": [None, None, "x"],
+        "d": None,
+    }
 
 
 def test_small_changes_stay_visible() -> None:

@@ -14,7 +14,8 @@ def p_of(h, tau):
 
 
 def rms_norm(norm, h):
-    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + torch.finfo(h.dtype).eps) * norm.weight
+    eps = torch.finfo(h.dtype).eps if norm.eps is None else norm.eps
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * norm.weight
 
 
 def heads(linear, x, width):

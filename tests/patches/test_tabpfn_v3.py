@@ -16,6 +16,11 @@ VARIANTS = ["oa", "full-o"]
 KV_HEADS = [(None, None), (2, None), (None, 1), (2, 1)]
 ZEROS = [1, 3]  # tokens that are exactly zero, as receivers and as sources
 N = 6  # train rows
+# In float64. Of a block: sums of at most 64 terms, softmax over scores below 30, outputs of size 1 to 10, so up to
+# some 10^4 unit roundoffs. Of the model: six to ten of them, each passing on what came before it.
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+THROUGH_THE_MODEL = {"rtol": 1e-10, "atol": 1e-10}
+GRADIENT = {"rtol": 1e-8, "atol": 1e-8}  # where a sum of terms far larger than itself may be among them
 
 
 # ---- Blocks --------------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ def test_block_is_its_formula(tiny_host, kind, variant):
     p = p_of(x, block_taus[min(block_taus)])[x.any(-1)]
     assert p.min() < 0.4
     assert p.max() > 0.6
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, expected, **EXACT)
     assert (out - ungated).abs().max() > 0.1  # the gates matter
     zeros = [i for i in ZEROS if i < out.shape[1]]
     assert not out[:, zeros].any()  # absorbed exactly, branch by branch
@@ -125,9 +130,9 @@ def test_row_block_with_shared_key_value_heads(make_host, kv_heads, variant, n):
         # The test rows against what the cache kept of the train rows, those alone seeing all rows.
         cached, _ = patched.icl_blocks[1](x[:, n:], 0, cached_kv=kept)
     assert entry is None
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(out, expected, **EXACT)
     assert torch.equal(built, out)
-    torch.testing.assert_close(cached, expected[:, n:], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(cached, expected[:, n:], **EXACT)
     p = p_of(x[:, :n], taus["icl_blocks.1.layernorm"])
     torch.testing.assert_close(kept.log_presence.exp(), p, rtol=1e-12, atol=0)
 
@@ -145,7 +150,7 @@ def test_chunked_in_place_evaluation_changes_nothing(tiny_host, variant, factor)
             ),
             (patched.icl_blocks[0](rows, N)[0], patched.icl_blocks[0](rows.clone(), N, factor)[0]),
         ):
-            torch.testing.assert_close(chunked, whole, rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(chunked, whole, **EXACT)
 
 
 def among(x, places):
@@ -190,7 +195,7 @@ def test_inserted_zeros_change_no_other_token(tiny_host, kind, places, variant):
     if new.shape[1] == longer.shape[1]:
         assert not new[:, inserted].any()
         new = new[:, keep]
-    torch.testing.assert_close(new, old, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(new, old, **EXACT)
     old, new = outputs(host)
     new = new[:, keep] if new.shape[1] == longer.shape[1] else new
     assert (new - old).abs().max() > 1e-2  # where the host is moved by every one of them
@@ -204,6 +209,108 @@ def test_gradients_at_zero_tokens_are_finite(tiny_host, variant):
         forward(patched, patched.get_submodule(name), x).square().sum().backward()
         assert torch.isfinite(x.grad).all(), name
         assert x.grad.any(), name
+
+
+# ---- What stands behind a null --------------------------------------------------------------------
+
+
+def set_eps(model, eps):
+    for module in model.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.eps = eps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_that_divide_by_zero_at_a_null(tiny_host, kind):
+    """Norms without eps, against the formula with an eps that no live token notices: outputs and gradients.
+
+    The gradient of a null is what flows past the branches, and nothing else.
+    """
+    name, forward, reference, shape = KINDS[kind]
+    host, patched, taus = patched_pair(tiny_host, "full-o")
+    set_eps(host, 1e-30)
+    set_eps(patched, 0.0)
+    host_block, block = (model.get_submodule(name) for model in (host, patched))
+    x = tokens(*shape)
+    x[0, 2] = 0  # at another place in one element of the batch
+    null = (x == 0).all(-1)
+    with torch.no_grad():
+        plain = forward(patched, block, x)
+    receivers = plain.shape[1]
+    weight = torch.linspace(-1, 1, plain.numel(), dtype=torch.float64).view(plain.shape)
+
+    def gradients(block, run):
+        leaf = x.clone().requires_grad_()
+        out = run(leaf)
+        (weight * out).sum().backward()
+        return out.detach(), leaf.grad, {name: p.grad for name, p in block.named_parameters()}
+
+    expected, live_grad, weights = gradients(host_block, lambda x: reference(host, host_block, x, at(name, taus), True))
+    out, grad, found = gradients(block, lambda x: forward(patched, block, x))
+    for result in (plain, out):
+        torch.testing.assert_close(result, expected, **EXACT)
+        assert not result[null[:, :receivers]].any()
+    torch.testing.assert_close(grad[~null], live_grad[~null], **GRADIENT)
+    past = torch.nn.functional.pad(weight, (0, 0, 0, x.shape[1] - receivers))
+    assert torch.equal(grad[null], past[null])
+    for key, gradient in weights.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[key], gradient, rtol=1e-8, atol=1e-8 * scale, msg=lambda m, n=key: n + m)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_norms_without_eps_in_each_precision(tiny_host, kind, dtype):
+    """Zeros stay zeros and live tokens finite, in both kinds of forward."""
+    name, forward, _, shape = KINDS[kind]
+    _, patched, _ = patched_pair(tiny_host, "full-o")
+    set_eps(patched, 0.0)
+    low = torch.float32 if dtype == "autocast" else dtype
+    patched.to(low)
+    x = tokens(*shape).to(low)
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
+            out = forward(patched, patched.get_submodule(name), x)
+        assert out.isfinite().all()
+        assert not out[:, [i for i in ZEROS if i < out.shape[1]]].any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_null_stays_null_beside_what_is_not_finite(tiny_host, kind, variant):
+    """Weights that are inf or NaN, or a live token that is: nothing comes near a null."""
+    name, forward, _, shape = KINDS[kind]
+    _, patched, _ = patched_pair(tiny_host, variant)
+    with torch.no_grad():
+        receivers = forward(patched, patched.get_submodule(name), tokens(*shape)).shape[1]
+    zeros = [i for i in ZEROS if i < receivers]
+    for at_weight, _ in patched.get_submodule(name).named_parameters():
+        if variant == "oa" and ("mlp" in at_weight or at_weight.startswith("layernorm2")):
+            continue  # the host's own
+        for value in (math.inf, math.nan):
+            model = copy.deepcopy(patched)
+            block = model.get_submodule(name)
+            block.get_parameter(at_weight).data.view(-1)[0] = value
+            with torch.no_grad():
+                out = forward(model, block, tokens(*shape))
+            assert not out[:, zeros].any(), (at_weight, value)
+    for value in (math.inf, math.nan, 1e200):
+        x = tokens(*shape)
+        x[:, 4, 0] = value
+        with torch.no_grad():
+            out = forward(patched, patched.get_submodule(name), x)
+        assert not out[:, zeros].any(), value
+
+
+def test_gated_norms_are_zero_at_a_null_whatever_their_weights(tiny_host):
+    _, patched, _ = patched_pair(tiny_host, "full-o")
+    norm, x = patched.output_norm, tokens(2, 6, 32)
+    norm.weight.data[:2] = torch.tensor([math.inf, math.nan])
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            out = norm(x)
+        assert not out[:, ZEROS].any()
+        assert not out[:, 0].isfinite().all()
 
 
 # ---- The whole model -----------------------------------------------------------------------------
@@ -239,8 +346,8 @@ def test_model_is_its_formulas(make_host, gating_taus, config, variant):
         _, cache = patched(x[:N], y, return_kv_cache=True)
         cached = patched(x[N:], y, kv_cache=cache, x_is_test_only=True)
         plain = host(x, y)
-    torch.testing.assert_close(out, logits, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(cached, logits, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(out, logits, **THROUGH_THE_MODEL)
+    torch.testing.assert_close(cached, logits, **THROUGH_THE_MODEL)
     assert (out - plain).abs().max() > 0.05
     for i, rows in enumerate(inputs):
         tau = taus[f"icl_blocks.{i}.layernorm"]
@@ -284,9 +391,9 @@ def entry_types(cache):
 
 @pytest.fixture(scope="module")
 def caches(make_host, gating_taus):
-    """(patched, x, y, plain logits, dense cache of both tables, caches of each alone), float32, Full-O."""
+    """(patched, x, y, plain logits, dense cache of both tables, caches of each alone), Full-O."""
     host = make_host(icl_num_kv_heads=2)
-    _, patched, _, x, y = whole(host, gating_taus, "full-o", torch.float32)
+    _, patched, _, x, y = whole(host, gating_taus, "full-o")
     with torch.no_grad():
         plain = patched(x, y)
         _, both = patched(x[:N], y, return_kv_cache=True)
@@ -307,12 +414,14 @@ def test_presence_stays_beside_keys_and_values(caches, dtype):
     entry = o.OKVCacheEntry if dtype is None else o.OQuantizedKVCacheEntry
     parts = [copy.deepcopy(c) if dtype is None else c.quantize(dtype) for c in alone]
     joined = o.OTabPFNV3Cache.concatenate(parts)
-    atol = {None: 1e-5, torch.int8: 0.02, torch.float8_e4m3fn: 0.1}[dtype] * plain.abs().max()
+    # A quantized number is off by 1/254 of the largest of its tensor (int8) or 1/16 of itself (float8); averages
+    # of such numbers are off by less.
+    atol = {None: 1e-10, torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}[dtype] * plain.abs().max()
     for made in (cache, cache.to("cpu"), joined, joined.to("cpu"), copy.deepcopy(cache)):
         assert entry_types(made) == {o.OTabPFNV3Cache, entry}
         assert made.train_shape == (2, N)
         for log_p, expected in zip(presences(made), kept, strict=True):
-            torch.testing.assert_close(log_p, expected, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(log_p, expected, **THROUGH_THE_MODEL)
         assert (predict_from(made, patched, x, y) - plain).abs().max() < atol
     moved = cache.to("meta")
     assert {log_p.device.type for log_p in presences(moved)} == {"meta"}
@@ -340,7 +449,7 @@ def test_a_cache_passes_through_unchanged(caches):
     with torch.no_grad():
         out, same = patched(x[N:], y, kv_cache=both, x_is_test_only=True, return_kv_cache=True)
     assert same is both
-    torch.testing.assert_close(out, plain, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out, plain, **THROUGH_THE_MODEL)
 
 
 def test_storage_dtype_is_asked_of_the_entry(caches):

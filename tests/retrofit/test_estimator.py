@@ -6,6 +6,7 @@ import json
 import pickle
 import subprocess
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -136,6 +137,17 @@ def test_it_is_calibrated_as_a_patch_and_closed_by_default(calibrations, table, 
     fitted = RetrofitRegressor(estimator=inner()).fit(*table[:2])
     assert fitted.retrofit_.sites == patch("small", "closed", tables=1).sites
     assert {"delta": 1e-3, "quantile": 0.01}.items() <= fitted.retrofit_.settings.items()
+
+
+def test_the_example_runs(calibrations):
+    doc = RetrofitRegressor.__doc__
+    example = textwrap.dedent(doc[doc.index("        from oretrofit") : doc.index("    Args:")])
+    names = {}
+    exec(example, names)
+    assert (names["low"] < names["high"]).all()
+    assert set(names["search"].best_params_) == {"variant", "estimator__n_estimators"}
+    assert names["means"].shape == names["median"].shape
+    assert len(calibrations) == 1
 
 
 def test_inner_parameters_need_no_inner_estimator(host_file, table):

@@ -41,6 +41,7 @@ def test_a_failure_leaves_the_earlier_file(tmp_path: Path, error: BaseException)
     assert file.read_text() == "earlier"
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
     if error is FULL:
+        assert isinstance(raised.value, OSError)
         assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, str(file))
         assert raised.value.strerror == os.strerror(errno.ENOSPC)
     else:
