@@ -119,9 +119,10 @@ def read_groups(
 def _target_faults(train: Table, target: Hashable, y: Target, groups: Sequence[Hashable]) -> list[Fault]:
     """Cells of the target that are no finite numbers; of the empty ones, one a group."""
     place = f"{train.name}: target {target!r}"
+    odd = train.frame[target][y.not_numeric].tolist()  # Python's own types: numpy's repr would show np.True_
     faults = [
-        Fault(0, int(row), f"{place} is not numeric (row {row + 1}: {train.frame[target].iloc[row]!r})")
-        for row in np.flatnonzero(y.not_numeric)
+        Fault(0, int(row), f"{place} is not numeric (row {row + 1}: {value!r})")
+        for row, value in zip(np.flatnonzero(y.not_numeric), odd, strict=True)
     ]
     empty: dict[Hashable, list[int]] = {}
     for row in np.flatnonzero(np.isnan(y.y) & ~y.not_numeric).tolist():

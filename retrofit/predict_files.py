@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 OUT_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".parquet")  # in any case
 
+_WHOLE = "the whole table"  # the group, where there are none
+
 # Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
 Begin = Callable[[str, int | None], Callable[[int], None]]
 
@@ -141,17 +143,20 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
         done, count = begin("Calibrating", TABLES), itertools.count(1)
         closed = patch(host, "closed", device=device, on_table=lambda: done(next(count)))
 
-    frame, report = predict_long(
-        closed,
-        table,
-        output_type="main",
-        quantiles=options.levels,
-        too_few=too_few,
-        on_error="skip" if skip else "raise",
-        on_tables=begin("Predicting", table.test[by].nunique()),
-        device=device,
-        inference_precision=getattr(torch, options.precision, options.precision),
-    )
+    try:
+        frame, report = predict_long(
+            closed,
+            table,
+            output_type="main",
+            quantiles=options.levels,
+            too_few=too_few,
+            on_error="skip" if skip else "raise",
+            on_tables=begin("Predicting", table.test[by].nunique()),
+            device=device,
+            inference_precision=getattr(torch, options.precision, options.precision),
+        )
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(f"group {_WHOLE!r}: ")) from error
     answers = {"prediction": frame["mean"].array, **{_label(level): frame[level].array for level in options.levels}}
     written = test.frame[[] if options.by is None else [by]].assign(**answers)
     errors = unwritten({options.out: partial(write_table, written)})
@@ -173,7 +178,7 @@ def _groups(train: Table, test: Table, options: PredictOptions) -> str:
     while by in train.frame or by in test.frame:
         by += "_"
     for table in (train, test):
-        table.frame = table.frame.assign(**{by: "the whole table"})
+        table.frame = table.frame.assign(**{by: _WHOLE})
     return by
 
 
