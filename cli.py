@@ -13,7 +13,10 @@ from .calibration.variants import VARIANTS
 from .retrofit import options, terminal
 
 app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="rich", add_completion=False, pretty_exceptions_show_locals=False
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
 )
 bench = typer.Typer(
     help="Measure what a patch costs, how good a host is, and what ragged prediction gains.", no_args_is_help=True
@@ -247,12 +250,12 @@ def bench_host(
     datasets = read_suite(suite)
     options.check_outputs({"--json": json_file}, [*files_of(datasets), *options.host_file(host)])
     device, console = terminal.start(device)
-    from .experiments.baselines import compare_baselines, with_mean
+    from .experiments.baselines import compare_baselines
     from .retrofit.hosts import load_host
 
     with console.status("Comparing"):
         table = compare_baselines(load_host(host), datasets, seeds, device=device, on_case=console.print)
-    terminal.print_frame(console, with_mean(table), json_file, title="RMSE / RMSE of predicting the train mean")
+    terminal.print_frame(console, table, json_file, title="RMSE / RMSE of predicting the train mean")
 
 
 @bench.command("ragged", epilog="Example: [b]oretrofit bench ragged --tables 200 --host small[/b]")
@@ -354,8 +357,8 @@ def frontier(
         rows = run.sweep_delta(
             loaded, calibration, cases, variants, on_case=lambda: progress.advance(sweeping), device=device
         )
-    place = f"{tables} held-out synthetic tables" if suite is None else f"{len(cases)} cases of {suite}"
     errors = options.unwritten({json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)})
+    place = f"{tables} held-out synthetic tables" if suite is None else f"{len(cases)} cases of {suite}"
     for name, group in rows.groupby("variant", sort=False):
         terminal.print_table(console, *run.delta_cells(group), title=f"{name} on {place}, by delta")
     console.print(run.notes())
@@ -382,8 +385,8 @@ def ablate(
 
     with console.status("Inserting zero tokens"):
         table = ablation.ablate(blocks=blocks, seeds=seeds, device=device)
-    title = f"Zero tokens inserted, {seeds} seeds, float32, {device}: medians and largest"
     errors = options.unwritten({json_file: partial(write_rows, table), plot: partial(ablation.plot_ablation, table)})
+    title = f"Zero tokens inserted, {seeds} seeds, float32, {device}: medians and largest"
     terminal.print_table(console, *ablation.cells(table), title=title, left=2)
     console.print(ablation.notes(table))
     terminal.exit_with(errors)
@@ -414,10 +417,10 @@ def audit(
     with console.status("Auditing") as status:
         loaded = load_host(host)
         found = run.audit(loaded, variant or list(VARIANTS), tables=tables, device=device, on_step=status.update)
+    errors = options.unwritten({json_file: partial(write_json, found)})
     spec = known_spec(loaded.model)
     for title, cells, left in audit_report.titled_tables(found, spec, device):
         terminal.print_table(console, *cells, title=title, left=left)
-    errors = options.unwritten({json_file: partial(write_json, found)})
     console.print(audit_report.notes(found, spec))
     terminal.exit_with(errors)
 
@@ -444,5 +447,4 @@ def contracts(
     for title, (header, cells) in run.table_cells(table).items():
         terminal.print_table(console, header, cells, title=f"{title}, {device}", left=2)
     console.print(run.notes())
-    terminal.exit_with(errors)
-    terminal.exit_with(run.failures(table))
+    terminal.exit_with([*errors, *run.failures(table)])

@@ -69,12 +69,12 @@ class EvalOptions:
 
 
 def run_session(options: EvalOptions, console: Console) -> list[str]:
-    """Run what is missing of a plan, print and write the report; the errors to end with, each in a line.
+    """Run what is missing of a plan, write and print the report; the errors to end with, each in a line.
 
     Raises `ValueError` for what cannot be run, `OSError` for a folder that cannot be written to.
     """
     from . import evaluate, report
-    from .runs import REPORTS, open_run
+    from .runs import CASES, REPORTS, SETTINGS, open_run
     from .style import short_datasets
 
     plan = _plan(options)
@@ -93,8 +93,8 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         print_table(console, *changes, title="RMSE change of each case against the host, %")
         print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
         console.print(report.notes(summary))
-    written = [name for name in REPORTS if (folder / name).exists()]
-    console.print(f"In {folder}: {', '.join([*written, 'cases.jsonl', 'settings.json'])}", soft_wrap=True)
+    files = [name for name in (*REPORTS, CASES, SETTINGS) if (folder / name).exists()]
+    console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
     if failures:
         errors.append(_failed_cases(failures, len(plan.datasets) * plan.seeds))
     return errors
@@ -153,11 +153,12 @@ def _run_missing(
 def _write_report(folder: Path, summary: dict[str, Any], rows: Any, json_file: Path | None) -> list[str]:
     from ..retrofit.files import write_json
     from .report import report_files
+    from .runs import CASES
 
     files: dict[Path | None, Callable[[Path], None]] = {
         folder / name: write for name, write in report_files(summary, rows).items()
     }
-    safe = f"every finished case is safe in {folder / 'cases.jsonl'}; the same command again writes the rest"
+    safe = f"every finished case is safe in {folder / CASES}; the same command again writes the rest"
     return unwritten({**files, json_file: partial(write_json, summary)}, safe)
 
 

@@ -89,7 +89,7 @@ def open_console() -> Console:
     """Standard output, without markup."""
     from rich.console import Console
 
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot write must not cost the results
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it does not have must not cost the results
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False, markup=False, emoji=False)
 
@@ -128,7 +128,7 @@ def frame_cells(frame: pd.DataFrame) -> Cells:
 
 
 def print_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, *, title: str) -> None:
-    """Write a table, where asked to, and print it; exit with code 1 if it could not be written."""
+    """Write a table, where asked to, and print it."""
     errors = unwritten({json_file: partial(write_rows, frame)})
     print_table(console, *frame_cells(frame), title=title)
     exit_with(errors)
