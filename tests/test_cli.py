@@ -28,6 +28,7 @@ from oretrofit.experiments import datasets, evaluate, frontier, report, runs
 from oretrofit.experiments.folders import held
 from oretrofit.experiments.pretrain import PretrainSettings, save_host
 from oretrofit.retrofit import api, sites, tabpfn_api
+from oretrofit.retrofit import files as writing
 from oretrofit.retrofit.hosts import Host, random_host
 
 
@@ -239,7 +240,8 @@ def test_eval_without_room_for_its_tables_says_what_is_safe(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(report, "write_text", full)
+    for module in (report, writing):  # where tables are written, and JSON is
+        monkeypatch.setattr(module, "write_text", full)
     command = f"{EVAL} --variant identity --seeds 1 --suite csv:good.csv#y --out {tmp_path / 'run'}"
     result = oretrofit(command, "--json", str(tmp_path / "t.json"))
     assert result.exit_code == 1
@@ -251,7 +253,6 @@ def test_eval_without_room_for_its_tables_says_what_is_safe(
     ]
     assert result.stderr.splitlines() == errors
     assert (tmp_path / "run" / "deltas.png").exists()
-    monkeypatch.undo()
 
 
 def test_eval_without_room_for_a_case_keeps_those_before(
