@@ -146,7 +146,8 @@ class _Text:
         self.cells = list(dict.fromkeys(cell for side in sides if side.kind == "text" for cell in side.values.dropna()))
         at = {cell: i for i, cell in enumerate(self.cells)}
         self.codes = [
-            side.values.map(at).fillna(-1).to_numpy(int) if side.kind == "text" else np.empty(0, int) for side in sides
+            np.array([at.get(cell, -1) for cell in (side.values if side.kind == "text" else ())], dtype=int)
+            for side in sides
         ]
         self.gap = np.array([cell in MISSING or not cell.strip() for cell in self.cells], dtype=bool)
         # How often each cell occurs in each table.
@@ -183,8 +184,10 @@ class _Text:
         """Table `i`'s column, read."""
         if self.sides[i].kind != "text":
             return self.sides[i].values
-        parsed, codes = pd.Series(self.parsed(notation)), self.codes[i]
-        return parsed.mask(self.gap).reindex(codes).reset_index(drop=True)
+        parsed, codes = self.parsed(notation), np.where(self.gap[self.codes[i]], -1, self.codes[i])
+        if notation is notations.dates:
+            return pd.Series(parsed.take(codes, allow_fill=True, fill_value=pd.NaT))
+        return pd.Series(np.append(parsed, np.nan)[codes])
 
     def rows(self, i: int, cells: Iterable[str]) -> np.ndarray:
         """The rows of table `i`, from 0, that hold one of these cells."""
