@@ -69,12 +69,13 @@ def patch(
     chosen: dict[str, Any] = {"delta": delta, "quantile": quantile, "tau": tau, "tables": tables, "seed": seed}
     with terminal.open_progress(console) as progress:
         retrofit, check = patch_and_check(host, variant, chosen, device, partial(terminal.begin_stage, progress))
+    errors = options.unwritten({out: retrofit.save, json_file: partial(write_rows, retrofit.table)})
     before, after = patched_notes(retrofit, check)
     console.print(before)
     for title, (header, cells) in site_cells(retrofit).items():
         terminal.print_table(console, header, cells, title=title, left=2)
     console.print(after)
-    terminal.write_outputs({out: retrofit.save, json_file: partial(write_rows, retrofit.table)})
+    terminal.exit_with(errors)
     console.print(f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.", soft_wrap=True)
 
 
@@ -249,16 +250,12 @@ def bench_host(
     datasets = read_suite(suite)
     options.check_outputs({"--json": json_file}, [*files_of(datasets), *options.host_file(host)])
     device, console = terminal.start(device)
-    import pandas as pd
-
     from .experiments.baselines import compare_baselines
     from .retrofit.hosts import load_host
 
     with console.status("Comparing"):
         table = compare_baselines(load_host(host), datasets, seeds, device=device, on_case=console.print)
-    mean = pd.DataFrame([{"dataset": "mean", **table.drop(columns="dataset").mean()}])
-    title = "RMSE / RMSE of predicting the train mean"
-    terminal.print_frame(console, pd.concat([table, mean]), json_file, title=title)
+    terminal.print_frame(console, table, json_file, title="RMSE / RMSE of predicting the train mean")
 
 
 @bench.command("ragged", epilog="Example: [b]oretrofit bench ragged --tables 200 --host small[/b]")
@@ -280,9 +277,10 @@ def bench_ragged(
 
     with console.status("Timing") as status:
         result = run.measure_ragged(host, tables=tables, rounds=rounds, device=device, on_run=status.update)
+    errors = options.unwritten({json_file: partial(write_json, result)})
     terminal.print_table(console, *run.bench_cells(result), title=f"Predicting {tables} tables, {host}, {device}")
     console.print(run.bench_notes(result))
-    terminal.write_outputs({json_file: partial(write_json, result)})
+    terminal.exit_with(errors)
 
 
 @bench.command("ragged-equality", epilog="Example: [b]oretrofit bench ragged-equality --tables 200[/b]")
@@ -359,11 +357,12 @@ def frontier(
         rows = run.sweep_delta(
             loaded, calibration, cases, variants, on_case=lambda: progress.advance(sweeping), device=device
         )
+    errors = options.unwritten({json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)})
     place = f"{tables} held-out synthetic tables" if suite is None else f"{len(cases)} cases of {suite}"
     for name, group in rows.groupby("variant", sort=False):
         terminal.print_table(console, *run.delta_cells(group), title=f"{name} on {place}, by delta")
     console.print(run.notes())
-    terminal.write_outputs({json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)})
+    terminal.exit_with(errors)
 
 
 @app.command(epilog="Example: [b]oretrofit ablate --blocks 2 --plot ablation.png[/b]")
@@ -386,10 +385,11 @@ def ablate(
 
     with console.status("Inserting zero tokens"):
         table = ablation.ablate(blocks=blocks, seeds=seeds, device=device)
+    errors = options.unwritten({json_file: partial(write_rows, table), plot: partial(ablation.plot_ablation, table)})
     title = f"Zero tokens inserted, {seeds} seeds, float32, {device}: medians and largest"
     terminal.print_table(console, *ablation.cells(table), title=title, left=2)
     console.print(ablation.notes(table))
-    terminal.write_outputs({json_file: partial(write_rows, table), plot: partial(ablation.plot_ablation, table)})
+    terminal.exit_with(errors)
 
 
 @app.command(epilog="Example: [b]oretrofit audit --variant full-o --json audit.json[/b]")
@@ -417,11 +417,12 @@ def audit(
     with console.status("Auditing") as status:
         loaded = load_host(host)
         found = run.audit(loaded, variant or list(VARIANTS), tables=tables, device=device, on_step=status.update)
+    errors = options.unwritten({json_file: partial(write_json, found)})
     spec = known_spec(loaded.model)
     for title, cells, left in audit_report.titled_tables(found, spec, device):
         terminal.print_table(console, *cells, title=title, left=left)
     console.print(audit_report.notes(found, spec))
-    terminal.write_outputs({json_file: partial(write_json, found)})
+    terminal.exit_with(errors)
 
 
 @app.command(epilog="Example: [b]oretrofit contracts --dtype fp32,bf16 --json contracts.json[/b]")
@@ -442,8 +443,8 @@ def contracts(
     dtypes = run.parse_dtypes(dtype)
     with console.status("Checking") as status:
         table = run.check_contracts(dtypes, device, on_step=status.update)
+    errors = options.unwritten({json_file: partial(write_rows, table)})
     for title, (header, cells) in run.table_cells(table).items():
         terminal.print_table(console, header, cells, title=f"{title}, {device}", left=2)
     console.print(run.notes())
-    terminal.write_outputs({json_file: partial(write_rows, table)})
-    terminal.exit_with(run.failures(table))
+    terminal.exit_with([*errors, *run.failures(table)])

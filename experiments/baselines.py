@@ -40,7 +40,7 @@ def compare_baselines(
     (200 trees) on ordinal codes and imputed columns.
 
     Returns:
-        A row a dataset: `dataset`, `ridge`, `random_forest`, `host`.
+        A row a dataset, and one of their means: `dataset`, `ridge`, `random_forest`, `host`.
     """
     # All of them first: what cannot be split is said before the first minute is spent.
     cases = [
@@ -60,7 +60,9 @@ def compare_baselines(
         rows.append({"dataset": case.dataset, **errors})
         if on_case is not None:
             on_case(f"{names[case.dataset]} seed {case.seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in errors.items()))
-    return pd.DataFrame(rows).groupby("dataset", sort=False).mean().reset_index()
+    table = pd.DataFrame(rows).groupby("dataset", sort=False).mean().reset_index()
+    mean = {"dataset": "mean", **table.drop(columns="dataset").mean()}
+    return pd.concat([table, pd.DataFrame([mean])], ignore_index=True)
 
 
 def _predict(model: Pipeline, case: Case) -> np.ndarray:

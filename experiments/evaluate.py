@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,6 @@ from tabpfn.base import ModelSpecs
 from ..calibration.calibration import Calibration
 from ..calibration.cases import Case
 from ..calibration.predicting import PRECISIONS, predict_case, rmse, train_mean_rmse
-from ..calibration.predicting import resolve_device as resolve_device  # for the commands
 from ..calibration.settings import (
     DELTA,
     IDENTITY,
@@ -365,6 +365,13 @@ def _may_pass(error: BaseException | None) -> bool:
 
 
 def _files_sha256(specs: Iterable[str]) -> dict[str, str]:
-    """Of the files among the datasets, whose content may change under the same name."""
-    files = {spec: found[0] for spec in specs if (found := split_spec(spec))}
-    return {spec: hashlib.sha256(file.read_bytes()).hexdigest() for spec, file in files.items()}
+    """Of the files among the datasets, whose content may change under the same name; of a folder's files, all."""
+    return {spec: _sha256(found[0]) for spec in specs if (found := split_spec(spec))}
+
+
+def _sha256(path: Path) -> str:
+    if not path.is_dir():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    content = "\n".join(f"{file.relative_to(path)} {_sha256(file)}" for file in files)
+    return hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()

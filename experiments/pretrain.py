@@ -8,6 +8,7 @@ Shape suffixes: R rows, N train rows, B tables in the batch, C columns, L bucket
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -229,8 +230,10 @@ def _train(settings: PretrainSettings, folder: Path, log_every: int, save_every:
                 "step": done,
                 "settings": asdict(settings),
             }
+            content = io.BytesIO()  # torch's own writer does not say that a disk is full
+            torch.save(state, content)
             with replacing(state_file) as part:
-                torch.save(state, part)
+                part.write_bytes(content.getvalue())
     save_host(model.eval(), folder / HOST_FILE)
 
 

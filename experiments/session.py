@@ -69,12 +69,12 @@ class EvalOptions:
 
 
 def run_session(options: EvalOptions, console: Console) -> list[str]:
-    """Run what is missing of a plan, print and write the report; the errors to end with, each in a line.
+    """Run what is missing of a plan, write and print the report; the errors to end with, each in a line.
 
     Raises `ValueError` for what cannot be run, `OSError` for a folder that cannot be written to.
     """
     from . import evaluate, report
-    from .runs import open_run
+    from .runs import CASES, REPORTS, SETTINGS, open_run
     from .style import short_datasets
 
     plan = _plan(options)
@@ -87,12 +87,14 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         cases, failures = _run_missing(plan, opened, names, console)
         rows = evaluate.case_rows(cases)
         summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures])
-        if cases:
-            changes = report.case_cells(rows, names)
-            print_table(console, *changes, title="RMSE change of each case against the host, %")
-            print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
-            console.print(report.notes(summary))
-        errors = _write_report(folder, summary, rows, options.json_file, console)
+        errors = _write_report(folder, summary, rows, options.json_file)
+    if cases:
+        changes = report.case_cells(rows, names)
+        print_table(console, *changes, title="RMSE change of each case against the host, %")
+        print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
+        console.print(report.notes(summary))
+    files = [name for name in (*REPORTS, CASES, SETTINGS) if (folder / name).exists()]
+    console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
     if failures:
         errors.append(_failed_cases(failures, len(plan.datasets) * plan.seeds))
     return errors
@@ -144,25 +146,20 @@ def _run_missing(
     except KeyboardInterrupt as stop:
         interrupted(stop, f"Interrupted. Finished cases are in {opened.folder}; the same command again resumes there.")
     except OSError as error:
-        safe = f"the {len(opened.cases)} cases before it are safe in {opened.folder}; the same command again goes on"
-        raise OSError(error.errno, f"{error.strerror}; {safe}", error.filename) from error
+        safe = f"the cases before it are safe in {opened.folder}; the same command again goes on there"
+        raise OSError(error.errno, f"{error.strerror or error}; {safe}", error.filename) from error
 
 
-def _write_report(
-    folder: Path, summary: dict[str, Any], rows: Any, json_file: Path | None, console: Console
-) -> list[str]:
+def _write_report(folder: Path, summary: dict[str, Any], rows: Any, json_file: Path | None) -> list[str]:
     from ..retrofit.files import write_json
     from .report import report_files
-    from .runs import REPORTS
+    from .runs import CASES
 
     files: dict[Path | None, Callable[[Path], None]] = {
         folder / name: write for name, write in report_files(summary, rows).items()
     }
-    safe = f"every finished case is safe in {folder / 'cases.jsonl'}; the same command again writes the rest"
-    errors = unwritten({**files, json_file: partial(write_json, summary)}, safe)
-    written = [name for name in REPORTS if folder / name in files]
-    console.print(f"In {folder}: {', '.join([*written, 'cases.jsonl', 'settings.json'])}", soft_wrap=True)
-    return errors
+    safe = f"every finished case is safe in {folder / CASES}; the same command again writes the rest"
+    return unwritten({**files, json_file: partial(write_json, summary)}, safe)
 
 
 def _say_what_is_there(console: Console, opened: Run, total: int) -> None:
@@ -170,7 +167,7 @@ def _say_what_is_there(console: Console, opened: Run, total: int) -> None:
     if done := total - len(missing):
         console.print(f"{done} of {total} cases are in {opened.folder} already and are not run again.", soft_wrap=True)
     if partly := sum(len(labels) < len(opened.settings["variants"]) for labels in missing.values()):
-        console.print(f"{partly} of {total} are there for some of the variants; the others are added.", soft_wrap=True)
+        console.print(f"{partly} of {total} are there for some of the variants; the others are added.")
     if opened.cases and opened.differences:
         differing = "; ".join(opened.differences)
         console.print(f"What ran there before ran otherwise ({differing}); it is kept, not used.", soft_wrap=True)

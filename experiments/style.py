@@ -26,4 +26,5 @@ def short_datasets(specs: Sequence[str]) -> dict[str, str]:
         shorter = {spec: f"{PurePath(*parts[-folders:])}#{target}" for spec, (parts, target) in files.items()}
         taken = Counter({**names, **shorter}.values())
         names |= {spec: name for spec, name in shorter.items() if taken[name] == 1}
-    return names
+    # A file's name may hold bytes that are no UTF-8, which neither a table nor a terminal takes.
+    return {spec: name.encode("utf-8", "backslashreplace").decode() for spec, name in names.items()}

@@ -53,11 +53,11 @@ def oattention(
             there is any support, exactly 0 where there is none.
         scale: Score scale, `1 / sqrt(D)` by default.
 
-    Exactly 0 for a receiver with p_i = 0 and for one that sees no source with p_j > 0. Queries of such
-    receivers, keys and values of sources with p_j = 0, and what `additive` says of either may be anything,
-    NaN and inf too, and get the gradient 0. A source that is only hidden, by `visible` or `additive`, has to
-    be finite, as in torch's attention: its value is multiplied by 0. Raises `ValueError` if K does not
-    divide H, or eps_den is negative or not finite.
+    Exactly 0 for a receiver with p_i = 0 and for one that sees no source with p_j > 0. The queries of receivers
+    with p_i = 0, the keys and values of sources with p_j = 0, and what `additive` says of either may be
+    anything, NaN and inf too, and get the gradient 0. A source that is only hidden, by `visible` or
+    `additive`, has to be finite, as in torch's attention: its value is multiplied by 0. Raises `ValueError`
+    if K does not divide H, or eps_den is negative or not finite.
     """
     null_B1S, massless_B1J = presence_BS[:, None] == 0, log_presence_BJ[:, None] == -math.inf
     out_BHSD, gate_BHS = oattention_ungated(
@@ -103,9 +103,9 @@ def oattention_ungated(
 
     bias = log_presence_BJ[:, None, None, :]
     if additive is not None:
-        counts = bias > -torch.inf
+        counts = bias != -torch.inf
         if additive.ndim > 1 and additive.shape[-2] > 1:
-            counts = counts & (presence_BS > 0)[:, None, :, None]
+            counts = counts & (presence_BS != 0)[:, None, :, None]
         bias = torch.where(counts, bias + additive, -torch.inf)  # -inf + inf is NaN
     if visible is not None:
         bias = torch.where(visible, bias, -torch.inf)
@@ -260,11 +260,14 @@ class OAttention(nn.Module):
         def heads(projected: Tensor, count: int) -> Tensor:
             return projected.unflatten(-1, (count, -1)).transpose(1, 2)
 
+        q_BHSD = heads(self.q_projection(x), self.num_heads)
+        k_BKJD, v_BKJD = (heads(linear(c), self.num_kv_heads) for linear in (self.k_projection, self.v_projection))
+        presence_BS = presence(h_BSE, self.tau)
         out_BHSD = oattention(
-            heads(self.q_projection(x), self.num_heads),
-            heads(self.k_projection(c), self.num_kv_heads),
-            heads(self.v_projection(c), self.num_kv_heads),
-            presence_BS=(presence_BS := presence(h_BSE, self.tau)),
+            q_BHSD,
+            k_BKJD,
+            v_BKJD,
+            presence_BS=presence_BS,
             log_presence_BJ=log_presence(context_BJE, self.tau),
             visible=visible,
             additive=additive,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -75,11 +77,6 @@ def exit_with(errors: Sequence[str]) -> None:
         raise typer.Exit(1)
 
 
-def write_outputs(files: Mapping[Path | None, Callable[[Path], None]]) -> None:
-    """Write files, each whole or not at all, and exit with code 1 if one could not be written."""
-    exit_with(unwritten(files))
-
-
 def start(device: str) -> tuple[str, Console]:
     """The device that `device` means here, and standard output; imports torch. Raises `ValueError` for no device."""
     check_choice("--device", device, DEVICES)
@@ -92,6 +89,8 @@ def open_console() -> Console:
     """Standard output, without markup."""
     from rich.console import Console
 
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it does not have must not cost the results
+        sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False, markup=False, emoji=False)
 
 
@@ -129,6 +128,7 @@ def frame_cells(frame: pd.DataFrame) -> Cells:
 
 
 def print_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, *, title: str) -> None:
-    """Print a table and, where asked to, write it."""
+    """Write a table, where asked to, and print it."""
+    errors = unwritten({json_file: partial(write_rows, frame)})
     print_table(console, *frame_cells(frame), title=title)
-    write_outputs({json_file: partial(write_rows, frame)})
+    exit_with(errors)

@@ -325,15 +325,18 @@ def test_command_writes_nothing_unasked(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+NO_FOLDER = "No such file or directory; give a file in a folder that can be written to"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--blocks", "0"], "Error: --blocks must be at least 1, got 0"),
-        (["--seeds", "-1"], "Error: --seeds must be at least 1, got -1"),
-        (["--device", "tpu"], "Error: unknown device 'tpu'; there are: auto, cpu, cuda"),
+        (["--blocks", "0"], "Error: --blocks must be between 1 and 10000000, not 0"),
+        (["--seeds", "-1"], "Error: --seeds must lie between 1 and 10000, not -1"),
+        (["--device", "tpu"], "Error: --device: unknown device 'tpu'; there are: auto, cpu, cuda"),
         (["--plot", "plot.pdf"], "Error: --plot writes a .png file, not 'plot.pdf'"),
-        (["--plot", "missing/plot.png"], "Error: missing/plot.png: No such file or directory"),
-        (["--json", "missing/t.json"], "Error: missing/t.json: No such file or directory"),
+        (["--plot", "missing/plot.png"], f"Error: --plot missing/plot.png: {NO_FOLDER}"),
+        (["--json", "missing/t.json"], f"Error: --json missing/t.json: {NO_FOLDER}"),
     ],
 )
 def test_bad_input_is_one_message(arguments, message, tmp_path, monkeypatch):

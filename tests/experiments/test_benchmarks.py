@@ -1,10 +1,13 @@
 """The benchmark and baseline modules on tiny inputs: what they report is what it says."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 from tabpfn import TabPFNRegressor
 
+from oretrofit.calibration.cases import Case
 from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import baselines, overhead
 from oretrofit.experiments.datasets import DatasetError, load_dataset, make_case
@@ -66,3 +69,21 @@ def test_baselines_say_what_cannot_be_split_before_they_begin(tiny_host, tmp_pat
     specs = [f"csv:{tmp_path / name}.csv#y" for name in ("good", "bad")]
     with pytest.raises(DatasetError, match=r"bad\.csv"):
         baselines.compare_baselines(tiny_host, specs, 20, on_case=lambda _: pytest.fail("began"))
+
+
+def test_baselines_end_with_the_mean_over_datasets(tiny_host, monkeypatch):
+    # Predicting the train mean is off by 1 in both tables; what is fitted by 2 in one and by 4 in the other.
+    one = Case("one", 0, pd.DataFrame({"x": [0.0]}), np.array([5.0]), pd.DataFrame({"x": [0.0]}), np.array([6.0]))
+    cases = iter([one, replace(one, dataset="two")])
+    off = {"one": 2.0, "two": 4.0}
+    monkeypatch.setattr(baselines, "load_dataset", lambda spec: spec)
+    monkeypatch.setattr(baselines, "make_case", lambda *_: next(cases))
+    monkeypatch.setattr(baselines, "_predict", lambda model, case: case.y_test + off[case.dataset])
+    monkeypatch.setattr(baselines, "predict_case", lambda specs, case, **_: case.y_test - 2 * off[case.dataset])
+    table = baselines.compare_baselines(tiny_host, ["one", "two"], 1)
+    assert table.to_dict("list") == {
+        "dataset": ["one", "two", "mean"],
+        "ridge": [2.0, 4.0, 3.0],
+        "random_forest": [2.0, 4.0, 3.0],
+        "host": [4.0, 8.0, 6.0],
+    }

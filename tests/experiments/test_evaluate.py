@@ -314,6 +314,14 @@ def test_what_decides_a_case_is_in_the_settings(tiny_host: Host, tmp_path: Path)
     assert dataclasses.replace(plan, host=other).settings()["host"] != before["host"]
     csv_spec(tmp_path, rows=40)  # another table under the same name
     assert plan.settings()["files_sha256"] != before["files_sha256"]
+    # A folder of Parquet files is one table, too.
+    (tmp_path / "parts").mkdir()
+    folder = dataclasses.replace(plan, datasets=[f"csv:{tmp_path / 'parts'}#y"])
+    hashes = []
+    for name, content in (("a.parquet", "1"), ("b.parquet", "1"), ("b.parquet", "2")):
+        (tmp_path / "parts" / name).write_text(content)
+        hashes += folder.settings()["files_sha256"].values()
+    assert len(set(hashes)) == 3
 
 
 def test_autocast_needs_hardware(tiny_host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

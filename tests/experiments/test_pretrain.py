@@ -1,6 +1,8 @@
 """Training the small host: batches, resuming, and a checkpoint that TabPFN loads."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,15 +47,6 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     assert np.isfinite(regressor.fit(table[:20], table[:20, 0]).predict(table[20:])).all()
 
 
-def test_other_settings_are_not_mixed_into_a_run(tmp_path):
-    run = pretrain(SETTINGS, tmp_path, save_every=1, log_every=1)
-    next(run)
-    next(run)
-    run.close()
-    with pytest.raises(ValueError, match="other settings"):
-        next(pretrain(replace(SETTINGS, seed=1), tmp_path))
-
-
 def test_new_weights_are_those_of_the_seed_and_leave_torchs_own_state_alone():
     before = torch.random.get_rng_state()
     first, again, other = (weights_sha256(new_host(seed)) for seed in (0, 0, 1))
@@ -63,21 +56,28 @@ def test_new_weights_are_those_of_the_seed_and_leave_torchs_own_state_alone():
     assert weights_sha256(get_architecture(TabPFNV3Config(**SMALL_CONFIG))) == first
 
 
-def stopped(folder):
-    """A run that ended after its second step."""
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run that ended after its second step."""
+    folder = tmp_path_factory.mktemp("stopped")
     run = pretrain(SETTINGS, folder, save_every=1, log_every=1)
-    next(run)
-    next(run)
-    next(run)  # the state of a step is saved when the next one is asked for
+    for _ in range(3):  # the state of a step is saved when the next one is asked for
+        next(run)
     run.close()
+    return folder
 
 
-def test_half_a_line_of_the_log_is_left_out(tmp_path):
-    stopped(tmp_path)
-    log = tmp_path / "loss.csv"
+@pytest.fixture
+def folder(stopped, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def test_half_a_line_of_the_log_is_left_out(folder):
+    log = folder / "loss.csv"
     lines = log.read_text().splitlines()[:3]
     log.write_text("\n".join(lines) + "\n1")  # of step 10, say
-    for _ in pretrain(SETTINGS, tmp_path, log_every=1):
+    for _ in pretrain(SETTINGS, folder, log_every=1):
         pass
     assert log.read_text().splitlines()[:3] == lines
     assert [line.split(",")[0] for line in log.read_text().splitlines()] == ["step", "1", "2", "3", "4"]
@@ -92,18 +92,22 @@ def test_half_a_line_of_the_log_is_left_out(tmp_path):
         ("loss.csv", b"step,loss\nten,1\n", r"loss\.csv is no log of a training"),
     ],
 )
-def test_files_that_cannot_be_read_are_named_and_left_alone(tmp_path, name, content, message):
-    stopped(tmp_path)
-    (tmp_path / name).write_bytes(content)
+def test_files_that_cannot_be_read_are_named_and_left_alone(folder, name, content, message):
+    (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{message}.*; remove it, or choose another --out"):
-        next(pretrain(SETTINGS, tmp_path))
-    assert (tmp_path / name).read_bytes() == content
+        next(pretrain(SETTINGS, folder))
+    assert (folder / name).read_bytes() == content
 
 
-def test_one_writer(tmp_path):
-    run = pretrain(SETTINGS, tmp_path, log_every=1)
+def test_one_writer(folder):
+    run = pretrain(SETTINGS, folder, log_every=1)
     next(run)
     with pytest.raises(FolderInUseError, match="in use by process"):
-        next(pretrain(SETTINGS, tmp_path))
+        next(pretrain(SETTINGS, folder))
     run.close()
-    next(pretrain(SETTINGS, tmp_path, log_every=1))
+    next(pretrain(SETTINGS, folder, log_every=1))
+
+
+def test_other_settings_are_not_mixed_into_a_run(folder):
+    with pytest.raises(ValueError, match="other settings"):
+        next(pretrain(replace(SETTINGS, seed=1), folder))

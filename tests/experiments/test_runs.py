@@ -38,7 +38,7 @@ def settings(**changes: Any) -> dict[str, Any]:
     return {**made, **changes}
 
 
-def record(dataset: str = "ames", seed: int = 0, variant: str = "oa", **changes: Any) -> dict[str, Any]:
+def record(dataset: Any = "ames", seed: Any = 0, variant: Any = "oa", **changes: Any) -> dict[str, Any]:
     made: dict[str, Any] = {"dataset": dataset, "seed": seed, "variant": variant}
     made |= dict.fromkeys(("n_train", "n_test", "n_columns"), 10)
     figures = ("host_rmse", "variant_rmse", "rmse_delta_pct", "max_abs_diff_sd", "host_nll", "variant_nll")

@@ -16,6 +16,7 @@ def test_datasets_that_would_coincide_keep_the_folders_that_tell_them_apart() ->
         "csv:./t.csv#y": "csv:./t.csv#y",
     }
     assert short_datasets([]) == {}
+    assert short_datasets(["csv:caf\udce9.csv#y"]) == {"csv:caf\udce9.csv#y": "caf\\udce9.csv#y"}
 
 
 def test_targets_are_whole() -> None:

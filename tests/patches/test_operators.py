@@ -660,6 +660,19 @@ def test_ostandardize_without_mass_and_in_half_precision(dtype):
     np.testing.assert_allclose(as_array(out[0]), expected, rtol=0, atol=bound)
 
 
+@pytest.mark.parametrize("eps", [0.0, 1e-5])
+def test_ostandardize_at_a_null_beside_live_tokens_that_are_not_finite(eps):
+    """Or that have no variance, and without mass at all."""
+    p = torch.tensor([0.0, 0.5, 1.0, 0.0])
+    for live in ([math.inf, 1.0], [math.nan, 1.0], [2.0, 2.0]):
+        out = ostandardize(torch.tensor([math.nan, *live, math.inf])[:, None].expand(-1, 3), p, eps)
+        assert torch.all(out[[0, 3]] == 0)
+    leaves = torch.zeros(4, requires_grad=True), torch.tensor(GARBAGE)[:4, None].requires_grad_()
+    out = ostandardize(leaves[1], leaves[0], eps)
+    assert torch.all(out == 0)
+    assert all(torch.all(grad == 0) for grad in torch.autograd.grad(out.sum(), leaves))
+
+
 # --- Gradients ---
 
 
