@@ -262,7 +262,7 @@ def _checked(name: str, table: Table, target: str) -> Dataset:
     if columns.faults:
         raise DatasetError(columns.faults[0].reason)
     for note in [*table.notes, *notes, *columns.notes]:
-        warnings.warn(note, stacklevel=4)
+        warnings.warn(note, stacklevel=1)  # from here, so that a second reading says nothing new
     dates = [column for column, kind in columns.kinds.items() if kind == "dates"]
     return Dataset(name, _with_calendar(columns.frames[0].reset_index(drop=True), dates), y, target)
 
