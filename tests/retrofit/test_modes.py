@@ -80,6 +80,7 @@ def seen(monkeypatch):
     seen = {name: set() for name in ("members", "saving", "dtype", "autocast", "cache", "chunks")}
     stages, rows = tabpfn_v3.TabPFNV3._stages_0_to_2, tabpfn_v3.TabPFNV3._process_row_chunk
 
+    @functools.wraps(stages)  # so that it is no other function to the check for drift
     def stages_0_to_2(self, x, y, **options):
         seen["members"].add(x.shape[1])
         seen["saving"].add(options["performance_options"].save_peak_memory_factor is not None)
@@ -90,6 +91,7 @@ def seen(monkeypatch):
             seen["cache"] |= {(type(cache), type(entry), entry.key.dtype) for entry in cache.kv.values()}
         return stages(self, x, y, **options)
 
+    @functools.wraps(rows)
     def process_row_chunk(self, *args, **kwargs):
         seen["chunks"].add(kwargs["chunk_start"] > 0)
         return rows(self, *args, **kwargs)
