@@ -247,7 +247,8 @@ def test_every_format_gives_the_same_columns(
     folder = tmp_path_factory.mktemp("formats")
     frame.to_parquet(folder / "t.parquet")
     frame.to_feather(folder / "t.feather")
-    frame.to_csv(folder / "t.csv", index=False, sep=separator)
+    # In a file of one column no separator is to be seen: a comma in a cell that is not quoted ends the cell.
+    frame.to_csv(folder / "t.csv", index=False, sep=separator if len(frame.columns) > 1 else ",")
     typed = read_columns([Table("frame", frame)], list(frame))
     assert typed.kinds == kinds and typed.faults == []
     for name in ("t.parquet", "t.feather", "t.csv"):
