@@ -627,7 +627,8 @@ def test_every_format_gives_the_same_predictions(tmp_path: Path) -> None:
         result = predict(f"{files} --retrofit small.json", tmp_path / "p.csv")
         assert result.exit_code == 0, result.output
         assert "Numbers: x, flag, at. Dates: day. Categories: city." in result.stdout, name
-        np.testing.assert_array_equal(pd.read_csv(tmp_path / "p.csv")["prediction"], series, err_msg=name)
+        found = pd.read_csv(tmp_path / "p.csv", float_precision="round_trip")["prediction"]
+        np.testing.assert_array_equal(found, series, err_msg=name)
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the separator, the encoding, and how decimal commas were read
