@@ -1,15 +1,22 @@
 """Shared fixtures: a tiny v3 regressor with random weights, a table for it, and an estimator."""
 
 import copy
+import os
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import settings
 from tabpfn import TabPFNRegressor
 
 from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
 from oretrofit.retrofit.hosts import random_host
 from oretrofit.retrofit.patcher import carriers
+
+# The same examples every time where a failure stops others; new ones on everybody's own machine.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 # The models here are tiny: threads would only wait for each other.
 torch.set_num_threads(1)
