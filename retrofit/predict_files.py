@@ -6,7 +6,7 @@ Options are checked before anything that takes seconds to import.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,11 @@ if TYPE_CHECKING:
     from .columns import Table
     from .long_table import LongTable
     from .ragged.report import RaggedReport
+    from .terminal import Begin
 
 OUT_SUFFIXES = (".csv", ".csv.gz", ".tsv", ".parquet")  # in any case
 
 _WHOLE = "the whole table"  # the group, where there are none
-
-# Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
-Begin = Callable[[str, int | None], Callable[[int], None]]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from typing import Any
 
 from ..calibration import settings
@@ -12,12 +11,9 @@ from .api import Retrofit, patch
 from .check import near_identity, synthetic_cases
 from .hosts import load_host
 from .patcher import known_spec
-from .terminal import Cells
+from .terminal import Begin, Cells
 
 HELD_OUT_TABLES = 8  # on which host and variant are compared
-
-# Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
-Begin = Callable[[str, int | None], Callable[[int], None]]
 
 
 def patch_and_check(

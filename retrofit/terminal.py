@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 # Header and rows of a table.
 Cells: TypeAlias = tuple[list[str], list[list[str]]]
 
+# Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
+Begin: TypeAlias = Callable[[str, int | None], Callable[[int], None]]
+
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which asks for the same as Ctrl-C."""
