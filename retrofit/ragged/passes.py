@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +55,6 @@ class Passes:
         byte_size: Of a number in that precision.
         costs: What a pass costs; what does not fit the device lowers their `max_cells`.
         max_padding: The largest share of a pass's work that may be padding.
-        threads: How many threads of torch's a pass may use, asked before each.
-        tally: Counts what is done.
     """
 
     def __init__(
@@ -67,17 +64,21 @@ class Passes:
         byte_size: int,
         costs: Costs,
         max_padding: float,
-        threads: Callable[[], int],
-        tally: Tally,
     ) -> None:
         self.device = template.devices_[0]
         self.dtype = template.forced_inference_dtype_
         self.model: Any = tabpfn_api.model_on(model, self.device, self.dtype)
         self.template, self.byte_size, self.costs = template, byte_size, costs
-        self.max_padding, self.threads, self.tally = max_padding, threads, tally
+        self.max_padding = max_padding
 
-    def sum_logits(self, tables: Mapping[int, TabPFNRegressor]) -> tuple[dict[int, Tensor], dict[int, Exception]]:
+    def sum_logits(
+        self, tables: Mapping[int, TabPFNRegressor], tally: Tally
+    ) -> tuple[dict[int, Tensor], dict[int, Exception]]:
         """Run prepared tables, of which those with a constant target have no members.
+
+        Args:
+            tables: By index.
+            tally: Counts what is done.
 
         Returns:
             For each other table the sum of its members' logits (M, L) on its own borders; or, in the second, what
@@ -86,7 +87,7 @@ class Passes:
         members: list[Member] = []
         totals: dict[int, Tensor] = {}
         failed: dict[int, Exception] = {}
-        with self.tally.timed("preprocessing"), limited_threads(self.threads()):
+        with tally.timed("preprocessing"):
             for index, regressor in tables.items():
                 if regressor.is_constant_target_:
                     continue
@@ -94,12 +95,12 @@ class Passes:
                     members += self._members_of(index, regressor)
                 except Exception as error:
                     failed[index] = error.with_traceback(None)  # its frames hold tensors
-        for member, output in self._run(members):
+        for member, output in self._run(members, tally):
             if isinstance(output, Exception):
                 failed[member.table] = output
             elif member.table not in failed:
                 try:
-                    with self.tally.timed("decoding"), limited_threads(self.threads()):
+                    with tally.timed("decoding"):
                         logits_ML = tabpfn_api.translate_logits(tables[member.table], output, member.config)
                         totals[member.table] = totals.get(member.table, 0) + logits_ML
                 except Exception as error:
@@ -116,19 +117,19 @@ class Passes:
             found.append(Member(x_R1C.squeeze(1), y_N, table, member.config))
         return found
 
-    def _run(self, members: list[Member]) -> Iterator[tuple[Member, Tensor | Exception]]:
+    def _run(self, members: list[Member], tally: Tally) -> Iterator[tuple[Member, Tensor | Exception]]:
         """Each member with its logits (M, L), or with what the device said to it even alone."""
         left = self._plan(members)
         while left:
             batch = left.popleft()
             try:
-                with self.tally.timed("forward"), limited_threads(self.threads()):
+                with tally.timed("forward"):
                     outputs: Sequence[Tensor | Exception] = self._forward(batch)
             except (RuntimeError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
                 outputs = [error.with_traceback(None)]  # its frames hold the tensors that did not fit
-                self.tally.out_of_memory += 1
+                tally.out_of_memory += 1
                 if self.device.type == "cuda":
                     torch.cuda.empty_cache()
                 if len(batch) > 1:
@@ -138,19 +139,19 @@ class Passes:
                     left = self._plan(list(itertools.chain(batch, *left)))
                     continue
             else:
-                self._count(batch)
+                self._count(batch, tally)
             yield from zip(batch, outputs, strict=True)
 
     def _plan(self, members: list[Member]) -> deque[list[Member]]:
         sizes = np.array([member.size for member in members]).reshape(-1, 3)
         return deque([members[i] for i in batch] for batch in plan_batches(sizes, self.costs, self.max_padding))
 
-    def _count(self, batch: list[Member]) -> None:
+    def _count(self, batch: list[Member], tally: Tally) -> None:
         n_train, n_test, columns = _padded_size(batch)
-        self.tally.batches += 1
-        self.tally.members += len(batch)
-        self.tally.own_work += sum(self.costs.work(len(m.x_RC), m.x_RC.shape[1]) for m in batch)
-        self.tally.padded_work += len(batch) * self.costs.work(n_train + n_test, columns)
+        tally.batches += 1
+        tally.members += len(batch)
+        tally.own_work += sum(self.costs.work(len(m.x_RC), m.x_RC.shape[1]) for m in batch)
+        tally.padded_work += len(batch) * self.costs.work(n_train + n_test, columns)
 
     def _forward(self, members: list[Member]) -> list[Tensor]:
         """The logits (M, L) of each member of a batch."""
@@ -177,23 +178,6 @@ class Passes:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # so that the report's seconds mean something
         return [logits_MBL[: member.size[1], i] for i, member in enumerate(members)]
-
-
-@contextmanager
-def limited_threads(threads: int) -> Iterator[None]:
-    """So many threads of torch's, for the time of a `with` block.
-
-    Torch has one number for the process: a thread of the caller's that uses torch for the first time within the
-    block, or that sets the number itself, is in the way.
-    """
-    before = torch.get_num_threads()
-    try:
-        if threads != before:
-            torch.set_num_threads(threads)
-        yield
-    finally:
-        if threads != before:
-            torch.set_num_threads(before)
 
 
 def pad(members: list[Member]) -> tuple[Tensor, Tensor, Structure]:

@@ -6,6 +6,7 @@ rows, test rows and columns among them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from torch import nn
 from ..patcher import known_spec
 
 DEFAULT_PADDING = 0.25
+
+# Torch's threads do this share of what as many processes of one thread do, in tables whose members take this many
+# multiply-adds at least; in smaller ones, far less.
+_THREADS_DO, _THREADED_WORK = 0.7, 1e9
 
 # By device: what starting one forward pass costs, in multiply-adds it could have done instead, and the cells
 # beyond which a larger batch gains nothing. Orders of magnitude: on one CPU core the bundled host takes 10 ms a
@@ -98,3 +103,37 @@ def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_P
             left = np.delete(left, best)
         batches.append(batch)
     return batches
+
+
+def share_out(
+    sizes: Sequence[tuple[int, int]], works: Sequence[float], processes: int, threads: int, most_tables: int
+) -> tuple[list[int], list[list[int]]]:
+    """Which tables go together through one process, and which are so large that they need all of torch's threads.
+
+    Args:
+        sizes: Rows and columns of each table.
+        works: The work of each, in multiply-adds of a member.
+        processes: How many share the chunks; 0 if the caller takes all.
+        threads: How many the caller has.
+        most_tables: In a chunk.
+
+    Returns:
+        Indices of tables to run alone, before the others, and chunks of the others, those with the most work first.
+    """
+    alone: list[int] = []
+    if processes:
+        largest = sorted(range(len(works)), key=lambda i: -works[i])
+        after = np.append(np.cumsum(np.array(works)[largest][::-1])[::-1], 0.0)  # the work from each one on
+        # The time of running the first k with all threads and then the others in processes, for each k.
+        one = np.append(np.array(works)[largest], 0.0)
+        times = (after[0] - after) / (threads * _THREADS_DO) + np.maximum(one, after / processes)
+        times[1:][one[:-1] < _THREADED_WORK] = np.inf
+        alone = largest[: int(np.argmin(times))]
+    others = sorted(set(range(len(works))) - set(alone), key=sizes.__getitem__)  # neighbours pad well to each other
+    most_work = sum(works[i] for i in others) / (4 * processes) if processes else np.inf
+    chunks: list[list[int]] = []
+    for i in others:
+        if not chunks or len(chunks[-1]) == most_tables or sum(works[j] for j in chunks[-1]) + works[i] > most_work:
+            chunks.append([])
+        chunks[-1].append(i)
+    return alone, sorted(chunks, key=lambda chunk: -sum(works[i] for i in chunk))

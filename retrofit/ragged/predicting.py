@@ -7,34 +7,25 @@ columns, which do not exist for a closed retrofit (docs/theory.md), and go throu
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Literal, Protocol, overload
 
 import pandas as pd
-import torch
 from tabpfn import TabPFNRegressor
 from tabpfn.base import ModelSpecs
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import tabpfn_api
-from .passes import Passes, limited_threads
-from .planning import DEFAULT_PADDING, MAX_CELLS, Costs
-from .preparing import Job, Preparation, default_n_jobs, rough_size, start_method
+from .planning import DEFAULT_PADDING, MAX_CELLS
+from .predictor import Decode, TablePredictor
+from .preparing import Job, default_n_jobs
 from .report import RaggedReport, Tally
 
 OUTPUT_TYPES = ("mean", "median", "mode", "quantiles", "main", "full")
 QUANTILES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
-
-# Tables are run and decoded in chunks, of so many by device, whose inputs and logits stay below this many numbers
-# (0.5 GB).
-_CHUNK_TABLES = {"cpu": 16, "cuda": 512}
-_CHUNK_NUMBERS = 2**27
 
 # A table as it is given: X_train, y_train, X_test.
 Table = tuple[Any, Any, Any]
@@ -128,10 +119,10 @@ def predict_ragged(
             fit into the device's memory is halved, down to single members, and nothing is lost. On others than CPU
             and CUDA (on MPS) every member runs alone, whatever is given here, with a warning.
         on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
-        n_jobs: Processes that preprocess, beside the forward passes; 0 for none. By default half the cores (beside
-            a GPU all but one), as soon as there are enough tables to repay their start. While these work, the passes
-            take as many threads fewer of torch's, whose number is the process's: docs/threads.md. Should one be
-            killed, this process goes on alone, and warns.
+        n_jobs: Processes; 0 for none. On a CPU each predicts its tables from beginning to end, with one thread: by
+            default as many as torch has threads (docs/threads.md). Beside a GPU they preprocess: by default all cores
+            but one. Either way there have to be enough tables to repay their start. Should one be killed, this process
+            goes on alone, and warns.
         return_report: Also return what was done.
         on_tables: Called now and then with the number of tables that are done, to show progress.
         options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
@@ -208,45 +199,6 @@ def _as_tables(X_trains: Sequence[Any], y_trains: Sequence[Any], X_tests: Sequen
     return list(zip(*lists, strict=True))
 
 
-def regressor_settings(specs: ModelSpecs, options: dict[str, Any]) -> tuple[TabPFNRegressor, int, dict[str, Any]]:
-    """A regressor that knows device and precision, its byte size, and what the workers build theirs with.
-
-    None of them has the weights.
-
-    Raises:
-        TypeError: An option that `TabPFNRegressor` does not have.
-        ValueError: An option that has no meaning here.
-        NotImplementedError: What `predict_batched` refuses: it is fitted table by table.
-    """
-    for name, only in (("model_path", None), ("fit_mode", "fit_preprocessors"), ("differentiable_input", False)):
-        if name in options and options[name] != only:
-            raise ValueError(f"{name} cannot be set here" + ("" if only is None else f" to anything but {only!r}"))
-    if isinstance(members := options.get("n_estimators", 1), int) and members < 1:
-        raise ValueError(f"n_estimators is at least 1, got {members}")
-    if options.get("tuning_config") is not None:
-        raise NotImplementedError("no tuning_config: the temperature is fitted table by table; use fit and predict")
-    # TabPFN asks a model for its device, so for a parameter. Not of a layer, whose weights would be drawn at random.
-    stand_in: Any = nn.ParameterList([torch.zeros(1)])
-    weightless = dataclasses.replace(specs, model=stand_in, norm_criterion=tabpfn_api.bar_distribution(specs))
-    options = {**options, "model_path": weightless}
-    template = TabPFNRegressor(**options)
-    if tabpfn_api.uses_majority_downsample(template):
-        raise NotImplementedError(
-            "no SAMPLE_SUBSAMPLING_METHOD='majority_downsample': its correction is fitted table by table; use fit and "
-            "predict"
-        )
-    byte_size = tabpfn_api.initialize(template)
-    # Workers run on the CPU, whatever the device and the precision of the forward passes.
-    worker_options = {**options, "device": "cpu", "inference_precision": torch.float32}
-    if template.devices_[0].type != "cpu":
-        no_limit, config = {"MAX_CPU_SAMPLES": sys.maxsize}, options.get("inference_config")
-        if isinstance(config, tabpfn_api.InferenceConfig):
-            worker_options["inference_config"] = dataclasses.replace(config, **no_limit)
-        else:
-            worker_options["inference_config"] = {**(config or {}), **no_limit}
-    return template, byte_size, worker_options
-
-
 def warn_of_the_ignored(template: TabPFNRegressor, max_cells: int | None) -> None:
     """Say what was asked for and has no effect."""
     device, *others = template.devices_
@@ -263,7 +215,7 @@ def _predict(
     tables: list[Table],
     options: dict[str, Any],
     *,
-    decode: Callable[[TabPFNRegressor, Tensor | None, int], Any],
+    decode: Decode,
     max_padding: float,
     max_cells: int | None,
     n_jobs: int | None,
@@ -271,65 +223,31 @@ def _predict(
     on_tables: Callable[[int], None] | None,
 ) -> tuple[list[Any], RaggedReport]:
     """`predict_ragged` behind its checks, with what makes a table's answer of its logits."""
-    template, byte_size, worker_options = regressor_settings(specs, options)
-    warn_of_the_ignored(template, max_cells)
-    device, tally = template.devices_[0], Tally()
+    predictor = TablePredictor(specs, options, decode, max_padding=max_padding, max_cells=max_cells)
+    warn_of_the_ignored(predictor.template, max_cells)
+    # Seeds are drawn in the caller's order, whatever the order of work.
+    seeds = [tabpfn_api.infer_random_state(predictor.template.random_state)[0] for _ in tables]
+    jobs = [
+        Job({**predictor.job_options, "random_state": seed}, *table) for seed, table in zip(seeds, tables, strict=True)
+    ]
+    n_jobs = default_n_jobs(len(jobs), predictor.device) if n_jobs is None else n_jobs
     results: list[Any] = [None] * len(tables)
     errors: dict[int, str] = {}
-
-    def refuse(index: int, error: Exception) -> None:
-        refusal = TableError(index, error)
-        if not skip:
-            raise refusal from error
-        errors[index] = refusal.reason
-
-    # Seeds are drawn in the caller's order. The order of work is by size, so that neighbours pad well to each other.
-    seeds = [tabpfn_api.infer_random_state(template.random_state)[0] for _ in tables]
-    jobs = [Job({**worker_options, "random_state": seed}, *table) for seed, table in zip(seeds, tables, strict=True)]
-    waiting = deque(sorted(range(len(jobs)), key=lambda i: rough_size(jobs[i])))
-    n_jobs = default_n_jobs(len(jobs), device) if n_jobs is None else n_jobs
-    most = _CHUNK_TABLES.get(device.type, 1)
-    chunk_tables = 2 if n_jobs else most  # so that the first forward pass need not wait long
-    with closing(Preparation([jobs[i] for i in waiting], n_jobs, start_method(device))) as preparation:
-        costs = Costs.of(specs.model, device, max_cells)
-        passes = Passes(specs.model, template, byte_size, costs, max_padding, preparation.threads, tally)
-        while waiting:
-            with tally.timed("preprocessing"):
-                chunk = _take_chunk(preparation, waiting, chunk_tables, specs.model.n_out, refuse)
-            totals, failed = passes.sum_logits(chunk)
-            with tally.timed("decoding"), limited_threads(preparation.threads()):
-                for index in [index for index in chunk if index not in failed]:
-                    try:
-                        results[index] = decode(chunk[index], totals.get(index), len(jobs[index].X_test))
-                    except Exception as error:
-                        failed[index] = error
-            for index, reason in failed.items():
-                refuse(index, reason)
-            chunk_tables = min(2 * chunk_tables, most)
+    tally, done = Tally(), 0
+    with closing(predictor.predict_all(jobs, n_jobs)) as parts:
+        for part in parts:
+            tally.add(part.tally)
+            for index, error in part.errors.items():
+                refusal = TableError(index, error)
+                if not skip:
+                    raise refusal from error
+                errors[index] = refusal.reason
+            for index, result in part.results.items():
+                results[index] = result
+            done += len(part.results) + len(part.errors)
             if on_tables is not None:
-                on_tables(len(tables) - len(waiting))
+                on_tables(done)
     return results, tally.report(len(tables) - len(errors), errors)
-
-
-def _take_chunk(
-    preparation: Preparation,
-    waiting: deque[int],
-    most_tables: int,
-    buckets: int,
-    refuse: Callable[[int, Exception], None],
-) -> dict[int, TabPFNRegressor]:
-    """The next tables' regressors by index, as many as may be run and decoded together; bad tables are refused."""
-    chunk: dict[int, TabPFNRegressor] = {}
-    numbers = 0
-    while waiting and len(chunk) < most_tables and numbers < _CHUNK_NUMBERS:
-        index, prepared = waiting.popleft(), preparation.take()
-        if isinstance(prepared, Exception):
-            refuse(index, prepared)
-            continue
-        chunk[index] = prepared
-        if not prepared.is_constant_target_:
-            numbers += prepared.executor_.numbers(buckets)
-    return chunk
 
 
 def _decode(

@@ -22,7 +22,8 @@ class RaggedReport:
         padding: The share of the forward passes' work that was padding, in [0, 1).
         out_of_memory: Batches that did not fit the device and were halved.
         errors: What was wrong with each table that has no prediction, by its index or group.
-        seconds: Wall time waiting for `preprocessing`, in `forward` and in `decoding`.
+        seconds: Wall time in `preprocessing` (beside a GPU: waiting for it), `forward` and `decoding`; where processes
+            share the tables, the sum of theirs.
     """
 
     tables: int
@@ -43,9 +44,7 @@ class Tally:
     out_of_memory: int = 0
     own_work: float = 0.0
     padded_work: float = 0.0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(("preprocessing", "forward", "decoding"), 0.0)
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -55,6 +54,13 @@ class Tally:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - start
+
+    def add(self, other: Tally) -> None:
+        """Take over another's counts."""
+        for name in ("members", "batches", "out_of_memory", "own_work", "padded_work"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for stage in STAGES:
+            self.seconds[stage] += other.seconds[stage]
 
     def report(self, tables: int, errors: Mapping[Any, str]) -> RaggedReport:
         """The counts, with how many tables were answered, and what was wrong with the others."""

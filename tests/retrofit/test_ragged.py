@@ -3,12 +3,9 @@
 import dataclasses
 import os
 import pickle
-import select
-import subprocess
 import sys
 import types
 import warnings
-from concurrent.futures import Future
 
 import numpy as np
 import pandas as pd
@@ -17,8 +14,8 @@ import torch
 from tabpfn import TabPFNRegressor
 
 from oretrofit import RaggedReport, TableError, patch
-from oretrofit.retrofit import tabpfn_api
-from oretrofit.retrofit.ragged import predicting, preparing
+from oretrofit.retrofit import tabpfn_api, workers
+from oretrofit.retrofit.ragged import planning, predicting, predictor, preparing
 from oretrofit.retrofit.ragged.planning import Costs
 
 # In float64, a batch's sums differ from a member's own by 1e-13 or so. Behind the model TabPFN rounds logits to
@@ -245,7 +242,7 @@ def test_a_table_that_cannot_be_sent_to_a_process(closed, tables, expected):
 @pytest.mark.skipif(sys.platform != "linux", reason="only a forked process takes what is patched here with it")
 def test_a_killed_process(closed, tables, expected, monkeypatch):
     here, prepare = os.getpid(), preparing.prepare
-    monkeypatch.setattr(preparing, "prepare", lambda job: prepare(job) if os.getpid() == here else os._exit(1))
+    monkeypatch.setattr(predictor, "prepare", lambda job: prepare(job) if os.getpid() == here else os._exit(1))
     with pytest.warns(UserWarning, match="was killed, perhaps for want of memory; going on without"):
         assert furthest(ragged(closed, tables, n_jobs=1), expected, tables) < SAME
 
@@ -259,30 +256,35 @@ def test_processes_warn_once(closed):
 
 
 def test_processes_that_are_not_forked(closed, tables, expected, monkeypatch):
-    monkeypatch.setattr(predicting, "start_method", lambda device: "loky")
+    monkeypatch.setattr(workers, "start_method", lambda: "loky")
     assert furthest(ragged(closed, tables, n_jobs=1), expected, tables) < SAME
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the worker shows that it lives by a pipe it has inherited")
-def test_workers_end_with_their_parent():
-    parent = """
-import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from oretrofit.retrofit.ragged.preparing import start_forked_worker
-pool = ProcessPoolExecutor(2, mp_context=get_context("fork"), initializer=start_forked_worker)
-pool.submit(int).result()
-print("ready", flush=True)
-time.sleep(600)
-"""
-    read, write = os.pipe()
-    with subprocess.Popen([sys.executable, "-c", parent], pass_fds=[write], stdout=subprocess.PIPE) as process:
-        os.close(write)
-        assert process.stdout.readline() == b"ready\n"
-        process.terminate()
-    ready, _, _ = select.select([read], [], [], 60)
-    assert ready and os.read(read, 1) == b""  # nobody holds the other end any more
-    os.close(read)
+def test_prepared_ahead_of_the_passes(closed, tables, expected, monkeypatch):
+    """As beside a GPU."""
+    monkeypatch.setattr(predictor.TablePredictor, "on_cpu", False)
+    assert furthest(ragged(closed, tables, n_jobs=0), expected, tables) < SAME
+    assert furthest(ragged(closed, tables, n_jobs=1), expected, tables) < SAME
+
+
+def test_the_same_bits_every_time(closed, tables):
+    first, second = (ragged(closed, tables * 3, n_jobs=2, inference_precision=torch.float32) for _ in range(2))
+    assert all(map(np.array_equal, first, second))
+
+
+def test_a_large_table_among_small_ones(closed, tables, expected, monkeypatch):
+    """It is run here, with all threads, and the others in processes."""
+    monkeypatch.setattr(planning, "_THREADED_WORK", 0.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    seen = []
+    large = a_table(20, 900, 20, 8)
+    run = predictor.TablePredictor.__call__
+    monkeypatch.setattr(
+        predictor.TablePredictor, "__call__", lambda self, jobs: seen.append([*jobs]) or run(self, jobs)
+    )
+    actual = ragged(closed, [*tables, large], n_jobs=2)
+    assert seen == [[len(tables)]]
+    assert furthest(actual, [*expected, *one_by_one(closed.specs, [large])], [*tables, large]) < SAME
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="descriptors are counted in /proc")
@@ -306,53 +308,6 @@ def test_tables_share_no_criterion(closed, tables):
     job = preparing.Job({"model_path": specs, **OPTIONS}, *tables[0])
     first, second = (preparing.prepare(job) for _ in range(2))
     assert first.znorm_space_bardist_ is not second.znorm_space_bardist_
-
-
-# ---- Threads -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def three_threads():
-    """Whatever the machine has: torch may be given more threads than there are cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_passes_leave_a_thread_to_each_busy_process(three_threads):
-    preparation, running, done = preparing.Preparation([], 0, "fork"), Future(), Future()
-    done.set_result(None)
-    preparation._n_jobs = 1
-    for ahead, left in (([], 3), ([done], 3), ([None], 3), ([done, running], 2), ([running, done], 2)):
-        preparation._ahead.clear()
-        preparation._ahead.extend((future, None, 0) for future in ahead)
-        assert preparation.threads() == left
-    preparation._n_jobs = 5
-    assert preparation.threads() == 1
-
-
-def test_threads_of_the_passes_are_not_the_callers(closed, tables, three_threads, monkeypatch):
-    """Fewer while the model runs, and the caller's own again for all of the caller's code, errors included."""
-    monkeypatch.setattr(preparing.Preparation, "threads", lambda self: 2)
-    closed_class = type(closed.model)
-    forward, inside, outside = closed_class.forward, [], []
-
-    def seen(self, *args, **kwargs):
-        inside.append(torch.get_num_threads())
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(closed_class, "forward", seen)
-    ragged(closed, tables, on_tables=lambda _: outside.append(torch.get_num_threads()))
-    assert set(inside) == {2} and set(outside) == {3}
-
-    def interrupted(self, *args, **kwargs):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(closed_class, "forward", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        ragged(closed, tables)
-    assert torch.get_num_threads() == 3
 
 
 # ---- Devices -------------------------------------------------------------------------------------
@@ -466,7 +421,8 @@ def test_a_table_that_fails_behind_the_model(closed, tables, expected, monkeypat
 
 def test_small_chunks(closed, tables, expected, monkeypatch):
     """Few tables decoded at a time: the same answers, in the same order."""
-    monkeypatch.setattr(predicting, "_CHUNK_NUMBERS", 1000)
+    monkeypatch.setattr(predictor, "_CHUNK_NUMBERS", 1000)
+    monkeypatch.setitem(predictor._CHUNK_TABLES, "cpu", 3)
     seen = []
     assert furthest(ragged(closed, tables, on_tables=seen.append), expected, tables) < SAME
     assert seen == sorted(seen) and seen[-1] == len(tables) and len(seen) > 2
@@ -561,7 +517,7 @@ def test_row_limits_are_of_the_device(closed, monkeypatch):
         patched.setattr("tabpfn.base.infer_devices", lambda _: (torch.device("cuda"),))
         for given_config in (None, config, dataclasses.replace(specs.inference_config, MAX_CPU_SAMPLES=30)):
             given = {"inference_config": given_config, "inference_precision": torch.float32}
-            _, _, options = predicting.regressor_settings(specs, given)
+            _, _, options = predictor.regressor_settings(specs, given)
             inner = options["inference_config"]
             inner = dataclasses.asdict(inner) if isinstance(inner, tabpfn_api.InferenceConfig) else inner
             assert inner["MAX_CPU_SAMPLES"] > 10**9

@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from oretrofit import patch
 from oretrofit.retrofit.ragged.passes import Member, pad
-from oretrofit.retrofit.ragged.planning import Costs, plan_batches
+from oretrofit.retrofit.ragged.planning import Costs, plan_batches, share_out
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +85,45 @@ def testpad():
         assert torch.equal(y_NB[: len(m.y_N), i], m.y_N)
     same = pad([member(3, 1, 2), member(3, 1, 2)])[2]
     assert same.rows_BR is None and same.columns_BC is None
+
+
+# ---- Which tables share a process ----------------------------------------------------------------
+
+
+def shared(works, processes):
+    return share_out([(work, 1) for work in works], works, processes, processes, 16)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 500)), max_size=60),
+    processes=st.integers(0, 9),
+    threads=st.integers(1, 9),
+    most_tables=st.integers(1, 20),
+)
+@settings(deadline=None)
+def test_share_out(sizes, processes, threads, most_tables):
+    works = [rows * (columns * 1e4 + 1e5) for rows, columns in sizes]
+    alone, chunks = share_out(sizes, works, processes, threads, most_tables)
+    assert sorted(alone + [i for chunk in chunks for i in chunk]) == list(range(len(sizes)))
+    assert all(1 <= len(chunk) <= most_tables for chunk in chunks)
+    totals = [sum(works[i] for i in chunk) for chunk in chunks]
+    assert totals == sorted(totals, reverse=True)
+    if not processes:
+        assert not alone
+        assert len(chunks) == -(-len(sizes) // most_tables)
+    assert all(works[i] >= 1e9 for i in alone)
+    # No chunk of several tables has more than a quarter of a process's share.
+    for chunk, total in zip(chunks, totals, strict=True):
+        assert len(chunk) == 1 or not processes or total <= (1 + 1e-9) * sum(totals) / (4 * processes)
+
+
+def test_share_out_by_hand():
+    # A table of 10 and four of 1: two processes take 10, or both threads at 0.7 first 7.1 and then two processes 2.
+    assert shared([1e11] + [1e10] * 4, 2)[0] == [0]
+    # With ten of 1 it is 10 against 7.1 + 5.
+    assert shared([1e11] + [1e10] * 10, 2)[0] == []
+    # Two equal tables fill two processes.
+    assert shared([1e11] * 2, 2)[0] == []
+    # Small tables are not worth it.
+    assert shared([1e8] * 3, 2)[0] == []
+    assert shared([1e8] * 40, 2)[1] == [[*range(i, i + 5)] for i in range(0, 40, 5)]
