@@ -28,6 +28,7 @@ from tabpfn.errors import is_oom_error
 from tabpfn.inference_config import InferenceConfig, cpu_sample_limit
 from tabpfn.memory import should_save_peak_mem
 from tabpfn.preprocessing import PreprocessorConfig
+from tabpfn.preprocessing.pipeline_interface import PreprocessingPipeline, PreprocessingStep, PreprocessingStepResult
 from tabpfn.utils import get_autocast_context, infer_autocast_inference_mode, infer_random_state
 from torch import Tensor, nn
 
@@ -40,6 +41,9 @@ __all__ = [
     "FullSupportBarDistribution",
     "InferenceConfig",
     "ModelVersion",
+    "PreprocessingPipeline",
+    "PreprocessingStep",
+    "PreprocessingStepResult",
     "PreprocessorConfig",
     "TabPFNDriftError",
     "bar_distribution",

@@ -172,7 +172,7 @@ def regressor_settings(specs: ModelSpecs, options: dict[str, Any]) -> tuple[TabP
         )
     byte_size = tabpfn_api.initialize(template)
     # Workers run on the CPU, whatever the device and the precision of the forward passes.
-    worker_options = {**options, "device": "cpu", "inference_precision": torch.float32}
+    worker_options = {**options, "device": "cpu", "inference_precision": torch.float32, "n_preprocessing_jobs": 1}
     if template.devices_[0].type != "cpu":
         no_limit, config = {"MAX_CPU_SAMPLES": sys.maxsize}, options.get("inference_config")
         if isinstance(config, tabpfn_api.InferenceConfig):

@@ -16,6 +16,7 @@ import torch
 from tabpfn import TabPFNRegressor
 
 from ..workers import call_each, start_method
+from .sharing import ensemble_members
 
 # How many tables repay the start of processes: forked ones start at once, joblib's first import torch for some seconds.
 _TABLES_FOR_PROCESSES = {"fork": 8, "loky": 200}
@@ -37,12 +38,12 @@ class InputRecorder:
     """Takes the engine's place in a fitted regressor, and records what would go into the model.
 
     Attributes:
-        members: The engine's ensemble members, which hold their preprocessed train rows.
+        members: The ensemble members, which hold their preprocessed train rows.
         X_tests: The test rows as each member transforms them.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self.members = engine.ensemble_members
+    def __init__(self, members: list[Any]) -> None:
+        self.members = members
         self.X_tests: list[Any] = []
 
     def numbers(self, buckets: int) -> int:
@@ -64,14 +65,23 @@ def prepare(job: Job) -> TabPFNRegressor | ValueError:
 
     On the CPU, and without the model, which the options hold a stand-in of.
     """
+    # TabPFN's own code sets the parameters; checking them takes a tenth of the time.
+    with sklearn.config_context(skip_parameter_validation=True):
+        return _prepare(job)
+
+
+def _prepare(job: Job) -> TabPFNRegressor | ValueError:
     try:
-        regressor = TabPFNRegressor(**job.options).fit(job.X_train, job.y_train)
+        # An engine of this mode has not preprocessed yet.
+        regressor = TabPFNRegressor(**{**job.options, "fit_mode": "low_memory"}).fit(job.X_train, job.y_train)
         if regressor.is_constant_target_:
             regressor.predict(job.X_test)  # only to see whether it can be
             return regressor
         # The criterion is the options' own object, and `to` would move all tables' together.
         regressor.znorm_space_bardist_ = copy.deepcopy(regressor.znorm_space_bardist_)
-        regressor.executor_ = recorder = InputRecorder(regressor.executor_)
+        engine = regressor.executor_
+        members = ensemble_members(regressor.ensemble_preprocessor_, engine.X_train, engine.y_train)
+        regressor.executor_ = recorder = InputRecorder(members)
         with sklearn.config_context(transform_output="default"):
             # The way of `predict` to the engine, without its decoding.
             regressor.get_embeddings(job.X_test)
