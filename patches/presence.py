@@ -110,7 +110,8 @@ def gate(p: Tensor, y: Tensor) -> Tensor:
     Exactly 0 where p is 0, whatever y is there (NaN and inf too), and so are the gradients of p and y.
     """
     # The gradient of a y that tokens share is summed first and rounded last.
-    wide = y if y.shape[:-1] == p.shape else y.to(torch.promote_types(y.dtype, p.dtype))
+    own = y.ndim > p.ndim and y.shape[:-1] == p.shape  # a compiler would guard on sizes of unequal dimensions, too
+    wide = y if own else y.to(torch.promote_types(y.dtype, p.dtype))
     return (p.unsqueeze(-1) * zero_at(p == 0, wide)).to(y.dtype)
 
 

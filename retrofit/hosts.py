@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from tabpfn import TabPFNRegressor
 from tabpfn.architectures import tabpfn_v3
@@ -128,28 +129,38 @@ def load_host(host: HostLike = "small") -> Host:
 
 
 def random_host(seed: int = 0, **config: Any) -> Host:
-    """A v3 regressor with seeded random weights, full size unless `config` says otherwise.
+    """A v3 regressor with seeded random weights, the same on every machine, full size unless `config` says otherwise.
 
     TabPFN initialises every output projection to zero, so that a fresh model predicts the same for
     every row; here they are drawn too, and the readout is made to give a normal distribution
     whose mean depends on the row.
     """
     standard = seed == 0 and not config
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # which building a model draws from
         model: Any = tabpfn_v3.get_architecture(tabpfn_v3.TabPFNV3Config(**{"num_buckets": 5000, **config}))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 2 and not parameter.any():
-                    parameter.normal_(std=1 / math.sqrt(parameter.shape[1]))
-            # logits = a(row) * c - c^2 / 2 over bucket centres c: N(a, 1) up to a constant.
-            borders = model.regression_borders.clamp(-6, 6)
-            centers = (borders[1:] + borders[:-1]) / 2
-            last = model.output_projection[-1]
-            direction = torch.randn(last.in_features) / math.sqrt(last.in_features)
-            last.weight.copy_(2 * centers[:, None] * direction + 0.1 * last.weight)
-            last.bias.copy_(model.regression_borders.diff().log() - centers.square() / 2)
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            for parameter in module.parameters(recurse=False):
+                if isinstance(module, nn.Linear):
+                    _draw(parameter, rng, 1 / math.sqrt(module.in_features))
+                elif parameter.ndim > 1:
+                    _draw(parameter, rng, 0.02)
+        # logits = a(row) * c - c^2 / 2 over bucket centres c: N(a, 1) up to a constant.
+        borders = model.regression_borders.double().clamp(-6, 6)
+        centers = (borders[1:] + borders[:-1]) / 2
+        last = model.output_projection[-1]
+        direction = torch.zeros(last.in_features, dtype=torch.float64)
+        _draw(direction, rng, 1 / math.sqrt(last.in_features))
+        last.weight.copy_(2 * centers[:, None] * direction + 0.1 * last.weight)
+        last.bias.copy_(model.regression_borders.double().diff().log() - centers.square() / 2)
     return Host("random-v3" if standard else None, model.eval(), _with_cpu_limit(tabpfn_api.default_inference_config()))
+
+
+def _draw(parameter: torch.Tensor, rng: np.random.Generator, deviation: float) -> None:
+    # Not by torch, whose random numbers depend on its release and on how wide the processor's vectors are.
+    drawn = (2 * rng.random(tuple(parameter.shape)) - 1) * (math.sqrt(3) * deviation)
+    parameter.copy_(torch.from_numpy(drawn))
 
 
 def _with_cpu_limit(config: tabpfn_api.InferenceConfig) -> tabpfn_api.InferenceConfig:

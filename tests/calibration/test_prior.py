@@ -22,7 +22,7 @@ def is_scaled_codes(values):
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 1), (3, 1), (2, 6), (30, 1), (40, 7), (120, 20)])
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning", "error::UserWarning")  # not of what others deprecate
 def test_tables_are_usable(rows, columns):
     categories = missing = 0
     for seed in range(40):

@@ -285,7 +285,7 @@ def test_hooks_are_gone_afterwards():
 # --- The figure and the command ---
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("blocks", [1, 2, 30])
 def test_plot(tmp_path, blocks):
     table = ablation.ablate(blocks=blocks, seeds=1)

@@ -210,7 +210,8 @@ def test_padding_is_inert_within_the_precision(models, dtype, which, device):
             moved = deviation(together(model, batch), single)
         tables = [Table(*(part.double() for part in table)) for table in tables]
         bound = 5 * moved_by_perturbation(exact, tables, u)
-        assert bound < (1e-4 if dtype == torch.float32 else 1)
+        # So that it says something.
+        assert bound < (1e-4 if dtype == torch.float32 else 0.1 * max(part.abs().max().item() for part in single))
         assert deviation(single, [alone(exact, table) for table in tables]) < bound
         assert moved < 2 * bound
 
@@ -490,7 +491,7 @@ def test_null_rows_leave_a_quantized_cache_alone(models, dtype):
     n = len(batch.y)
     assert n > N
     out = quantized(batch.x, batch.y, Structure(rows[:, :n], columns), Structure(rows[:, n:], columns))
-    assert (expected - alone(model, table)).abs().max() > 1e-4  # what quantizing costs
+    assert (expected - alone(model, table)).abs().max() > 10 * CLOSE_ON_ANY  # what quantizing costs
     assert deviation(split(out, batch), [expected]) < CLOSE_ON_ANY
 
 
@@ -579,7 +580,8 @@ def test_gradients_are_finite_differences(models):
                 for sign in (1, -1)
             )
         slope = (inputs[i].grad * direction).sum().item()
-        assert abs(slope) > 1e-4
+        # The loss is of order 1: its rounding, over a step of 1e-5, makes 1e-11 of the slope uncertain.
+        assert abs(slope) > 1e-6
         assert slope == pytest.approx(((ahead - behind) / 2e-5).item(), rel=1e-5)
 
 

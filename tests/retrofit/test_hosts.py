@@ -57,6 +57,8 @@ def test_random_hosts_depend_on_their_seed_alone(make_host, tiny_host):
     config = dataclasses.asdict(again.model.config)
     assert random_host(seed=2, **config).sha256 != tiny_host.sha256
     assert not again.model.training
+    # Whatever the processor and the release of torch.
+    assert tiny_host.sha256.startswith("530e1883925fbb71")
 
 
 def test_the_hash_is_over_all_weights(tiny_host):
@@ -200,7 +202,8 @@ def test_v3_at_its_full_size(cache_dir, predict):
     plain = predict(path, n_estimators=1)
     model_loading._load_checkpoint_cached.cache_clear()
     assert plain.std() > 1e-3
-    np.testing.assert_allclose(predict(retrofit.specs, n_estimators=1), plain, rtol=1e-4)
+    # Of float32's rounding, 6e-8, thirty layers make 1e-5 or so.
+    np.testing.assert_allclose(predict(retrofit.specs, n_estimators=1), plain, rtol=0, atol=1e-4 * plain.std())
 
 
 @pytest.mark.parametrize("message", ["no network\nat all", "", "\n"])
