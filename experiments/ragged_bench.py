@@ -13,6 +13,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import joblib
 import numpy as np
 import torch
 from tabpfn import TabPFNRegressor
@@ -26,7 +27,7 @@ from .evaluate import peak_mb
 from .ragged_equality import RawTable, largest_shift
 from .report import Cells
 
-METHODS = ("loop", "shape_groups", "ragged")
+METHODS = ("loop", "shape_groups", "parallel_loop", "ragged")
 
 # Sizes of the tables: rows (two thirds of them to fit) and columns, uniform, ends included.
 ROWS, COLUMNS = (20, 100), (3, 10)
@@ -79,13 +80,14 @@ def measure_ragged(
     on_run: Callable[[str], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Time ragged prediction, a loop of `fit` and `predict`, and `predict_batched` on tables of one shape.
+    """Time ragged prediction, a loop of `fit` and `predict`, that in processes, and `predict_batched` by shape.
 
-    Loop and `predict_batched` run the unpatched host, as anybody would who does without ragged
-    prediction; ragged prediction runs the host's `closed` retrofit. Each round runs every method once over
+    All others run the unpatched host, as anybody would who does without ragged
+    prediction; ragged prediction runs the host's `closed` retrofit. On a CPU the loop also runs in as many processes as
+    torch has threads, of one thread each. Each round runs every method once over
     the same tables, in an order drawn anew, each in a process of its own: a peak of memory only grows. All
     predict means with TabPFN's default settings in float32. Counted is what happens from raw tables to
-    predicted means, the start of ragged prediction's worker processes included; imports, loading the model
+    predicted means, the start of worker processes included; imports, loading the model
     and a first small table are not.
 
     Args:
@@ -109,9 +111,10 @@ def measure_ragged(
     load_host(host)
     options = {"device": device, "inference_precision": torch.float32, **options}
     rng = np.random.default_rng(0)
-    runs: dict[str, list[Measured]] = {method: [] for method in METHODS}
+    methods = [method for method in METHODS if device == "cpu" or method != "parallel_loop"]
+    runs: dict[str, list[Measured]] = {method: [] for method in methods}
     for i in range(rounds):
-        for method in rng.permutation(METHODS):
+        for method in rng.permutation(methods):
             if on_run is not None:
                 on_run(f"round {i + 1} of {rounds}: {method}")
             run, peak = _in_own_process(_measure, method, host, tables, options)
@@ -154,7 +157,7 @@ def bench_cells(result: dict[str, Any]) -> Cells:
     """Header and cells of `measure_ragged`'s result, a row a method."""
     header = ["method", "tables/s", "time/ragged", "peak MiB", "prep", "fwd", "decode", "passes", "pad"]
     cells = []
-    for method in METHODS:
+    for method in [method for method in METHODS if method in result]:
         found = result[method]
         memory = [found["peak_pss_mb"], *([found["peak_gpu_mb"]] if found["peak_gpu_mb"] is not None else [])]
         cells.append(
@@ -174,13 +177,14 @@ def bench_cells(result: dict[str, Any]) -> Cells:
 def bench_notes(result: dict[str, Any]) -> str:
     """What a reader of the table has to know."""
     settings = result["settings"]
-    shift = max(result[method]["max_abs_diff_sd"] for method in METHODS)
+    shift = max(result[method]["max_abs_diff_sd"] for method in METHODS if method in result)
     return (
         f"{settings['tables']} tables of {ROWS[0]} to {ROWS[1]} rows and {COLUMNS[0]} to {COLUMNS[1]} columns, medians "
         f"over {settings['rounds']} round(s), {settings['threads']} threads. Loop: fit and predict of the unpatched "
-        "host; shape groups: its predict_batched on tables of one shape. Time/ragged: a method's time / ragged "
-        "prediction's, paired by round. Prep(rocessing), fwd (forward passes), decode: seconds. Peak: proportional set "
-        "size of the process and those it starts, sampled (and what torch has on the GPU). The methods' "
+        "host; parallel loop: that in as many processes of one thread; shape groups: its predict_batched on tables of "
+        "one shape. Time/ragged: a method's time / ragged prediction's, paired by round. Prep(rocessing), fwd (forward "
+        "passes), decode: seconds, summed over processes that share the tables. Peak: proportional set size of the "
+        "process and those it starts, sampled (and what torch has on the GPU). The methods' "
         f"means differ by {shift:.1g} target standard deviations at most."
     )
 
@@ -221,7 +225,7 @@ def _in_own_process(function: Callable[..., Any], *arguments: Any) -> tuple[Any,
 
 def _measure(method: str, host: str, count: int, options: dict[str, Any]) -> Measured:
     """One run of a method; in a process of its own, as what the process did before counts into the peak."""
-    run = _ragged(host, options) if method == "ragged" else _one_by_one(method, host, options)
+    run = _run(method, host, options)
     run(bench_tables(1))  # the first pass loads kernels
     tables, gpu = bench_tables(count), options["device"] == "cuda"
     if gpu:
@@ -233,6 +237,14 @@ def _measure(method: str, host: str, count: int, options: dict[str, Any]) -> Mea
 
 
 _Run = Callable[[list[RawTable]], tuple[list[np.ndarray], dict[str, float], int, float]]
+
+
+def _run(method: str, host: str, options: dict[str, Any]) -> _Run:
+    if method == "ragged":
+        return _ragged(host, options)
+    if method == "parallel_loop":
+        return _in_parallel(host, options)
+    return _one_by_one(method, host, options)
 
 
 def _ragged(host: str, options: dict[str, Any]) -> _Run:
@@ -270,6 +282,33 @@ def _one_by_one(method: str, host: str, options: dict[str, Any]) -> _Run:
         return means, clock.seconds, clock.passes, 0.0
 
     return run
+
+
+def _in_parallel(host: str, options: dict[str, Any]) -> _Run:
+    """The loop in processes that joblib forks, which have the model without being sent it."""
+    loop, cores = _one_by_one("loop", host, options), torch.get_num_threads()
+
+    def run(tables: list[RawTable]) -> tuple[list[np.ndarray], dict[str, float], int, float]:
+        global _forked
+        _forked = loop, tables
+        with joblib.Parallel(cores, backend="multiprocessing") as parallel:
+            parts = parallel(joblib.delayed(_loop_over)(range(i, len(tables), cores)) for i in range(cores))
+        means: list[Any] = [None] * len(tables)
+        for i, (found, *_) in enumerate(parts):
+            means[i::cores] = found
+        seconds = {stage: sum(part[1][stage] for part in parts) for stage in STAGES}
+        return means, seconds, sum(part[2] for part in parts), 0.0
+
+    return run
+
+
+_forked: tuple[_Run, list[RawTable]]
+
+
+def _loop_over(indices: range) -> tuple[list[np.ndarray], dict[str, float], int, float]:
+    torch.set_num_threads(1)
+    loop, tables = _forked
+    return loop([tables[i] for i in indices])
 
 
 class _Clock:
