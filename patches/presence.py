@@ -82,8 +82,8 @@ def zero_at(null: Tensor, y: Tensor, *, own: bool = False) -> Tensor:
     if not len(at[0]):
         return y
     if y.shape[:-1] != null.shape:
-        tokens = torch.broadcast_shapes(null.shape, y.shape[:-1])
-        at, own, y = null.expand(tokens).nonzero(as_tuple=True), own and y.shape[:-1] == tokens, y.expand(*tokens, -1)
+        null, _ = torch.broadcast_tensors(null, y[..., 0])
+        at, own, y = null.nonzero(as_tuple=True), own and y.shape[:-1] == null.shape, y.expand(*null.shape, -1)
     zero = y.new_zeros(())
     return y.index_put_(at, zero) if own and not y.requires_grad else y.index_put(at, zero)
 
