@@ -210,7 +210,7 @@ def pretrain(
 @terminal.plain_errors()
 def overhead(
     host: options.Host = "random-v3",
-    rounds: Annotated[int, typer.Option(help="Rounds; a ratio is the median over them.")] = 7,
+    rounds: Annotated[int | None, typer.Option(help="Rounds; by default until each ratio is known to 0.01.")] = None,
     rows: Annotated[int, typer.Option(help="Train rows.")] = 1000,
     columns: Annotated[int, typer.Option(help="Feature columns.")] = 10,
     device: options.Device = "auto",
@@ -218,7 +218,7 @@ def overhead(
 ) -> None:
     """Time host and variants against each other on one table of random data."""
     options.check_host(host)
-    options.check_positive(rounds=rounds, rows=rows, columns=columns)
+    options.check_positive(rounds=1 if rounds is None else rounds, rows=rows, columns=columns)
     options.check_outputs({"--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
     from .experiments.overhead import measure_overhead

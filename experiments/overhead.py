@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import quantile_test
 from torch import nn
 
 from ..calibration.variants import VARIANTS
@@ -17,13 +18,17 @@ from ..retrofit.hosts import Host
 # What a gate is worth does not change what it costs, so nothing is calibrated here.
 _TAU = 1e-3
 
+# Unless they are given: so many rounds at least and at most, and no more than it takes until every ratio is known to
+# within this.
+_FEWEST, _MOST, _ENOUGH = 10, 100, 0.01
+
 
 def measure_overhead(
     host: Host,
     *,
     rows: int,
     columns: int,
-    rounds: int,
+    rounds: int | None = None,
     test_rows: int = 100,
     device: str = "cpu",
     on_round: Callable[[str], None] | None = None,
@@ -38,13 +43,14 @@ def measure_overhead(
         host: Any v3 regressor.
         rows: Train rows.
         columns: Feature columns, as the model sees them.
-        rounds: Counted rounds.
+        rounds: Counted rounds; by default as many as put the interval of each ratio within 0.01 of it, 10 to 100.
         test_rows: Test rows.
         device: `cpu` or `cuda`.
         on_round: Called with a line of text after each round.
 
     Returns:
-        A row a variant: `variant`, `ratio`, `host_seconds` and `variant_seconds` (medians), `rounds`.
+        A row a variant: `variant`, `ratio`, `low` and `high` (its 95 % interval, by order statistics: for a median it
+        assumes nothing of how times are distributed), `host_seconds` and `variant_seconds` (medians), `rounds`.
     """
     models: dict[str, nn.Module] = {"host": host.specs.model}
     models |= {variant: patch(host, variant, tau=_TAU).model for variant in VARIANTS}
@@ -54,26 +60,44 @@ def measure_overhead(
     y_N = torch.tensor(rng.standard_normal(rows), dtype=torch.float32, device=device)
 
     seconds: dict[str, list[float]] = {name: [] for name in models}
-    names = list(models)
-    for i in range(rounds + 1):
+    names, i = list(models), 0
+    while i <= (_MOST if rounds is None else rounds):
         for name in rng.permutation(names):
             took = _forward_seconds(models[name], x_RBC, y_N)
             if i > 0:
                 seconds[name].append(took)
         if on_round is not None:
-            on_round(f"round {i} of {rounds}" if i else "warm-up")
+            on_round((f"round {i}" if rounds is None else f"round {i} of {rounds}") if i else "warm-up")
+        if rounds is None and i >= _FEWEST and _is_known(_compared(seconds)):
+            break
+        i += 1
+    return _compared(seconds)
 
-    host_seconds = np.array(seconds.pop("host"))
-    return pd.DataFrame(
-        {
-            "variant": variant,
-            "ratio": float(np.median(np.array(took) / host_seconds)),
-            "host_seconds": float(np.median(host_seconds)),
-            "variant_seconds": float(np.median(took)),
-            "rounds": rounds,
-        }
-        for variant, took in seconds.items()
-    )
+
+def _compared(seconds: dict[str, list[float]]) -> pd.DataFrame:
+    host_seconds = np.array(seconds["host"])
+    rows = []
+    for variant in VARIANTS:
+        ratios = np.array(seconds[variant]) / host_seconds
+        interval = quantile_test(ratios, q=1.0, p=0.5).confidence_interval(0.95)
+        rows.append(
+            {
+                "variant": variant,
+                "ratio": float(np.median(ratios)),
+                # Of fewer than six rounds not even the extremes are one.
+                "low": float(interval.low) if np.isfinite(interval.low) else None,
+                "high": float(interval.high) if np.isfinite(interval.high) else None,
+                "host_seconds": float(np.median(host_seconds)),
+                "variant_seconds": float(np.median(seconds[variant])),
+                "rounds": len(ratios),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _is_known(table: pd.DataFrame) -> bool:
+    far = np.maximum(table["high"] - table["ratio"], table["ratio"] - table["low"])
+    return bool((far <= _ENOUGH).all())
 
 
 def _forward_seconds(model: nn.Module, x_RBC: torch.Tensor, y_N: torch.Tensor) -> float:

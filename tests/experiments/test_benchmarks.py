@@ -36,6 +36,30 @@ def test_overhead_ratio_is_the_median_of_paired_rounds(tiny_host, monkeypatch):
     table = overhead.measure_overhead(tiny_host, rows=4, test_rows=2, columns=1, rounds=3).set_index("variant")
     assert table["ratio"].to_dict() == {"oa": 1.0, "full-o": 2.0, "closed": 2.0}
     assert table["host_seconds"].to_dict() == {"oa": 2.0, "full-o": 2.0, "closed": 2.0}
+    assert table["low"].isna().all() and table["high"].isna().all()
+
+
+def test_overhead_ends_when_the_ratios_are_known(tiny_host, monkeypatch):
+    took = iter(np.random.default_rng(0).normal(1, 0.02, 10_000))
+    monkeypatch.setattr(overhead, "_forward_seconds", lambda *_: next(took))
+    table = overhead.measure_overhead(tiny_host, rows=4, test_rows=2, columns=1)
+    assert ((table["high"] - table["ratio"] <= 0.01) & (table["ratio"] - table["low"] <= 0.01)).all()
+    assert table["low"].between(0.97, table["ratio"]).all() and table["high"].between(table["ratio"], 1.03).all()
+    # The ratio of two such times has a deviation of 0.028, and the median of n of them one of 0.035 / sqrt(n).
+    assert 20 < table["rounds"][0] < 100
+    steady = iter(lambda: 1.0, None)
+    monkeypatch.setattr(overhead, "_forward_seconds", lambda *_: next(steady))
+    assert (overhead.measure_overhead(tiny_host, rows=4, test_rows=2, columns=1)["rounds"] == 10).all()
+
+
+def test_the_interval_of_a_median():
+    """Of 25 rounds the 8th and the 18th: of 25 fair coins 7 heads or fewer come up 2.2 % of the time, 8 more often."""
+    rng = np.random.default_rng(1)
+    seconds = {name: list(1 + rng.random(25)) for name in ("oa", "full-o", "closed")} | {"host": [1.0] * 25}
+    table = overhead._compared(seconds).set_index("variant")
+    for name, found in table.iterrows():
+        ordered = sorted(seconds[name])
+        assert (found["low"], found["high"]) == (ordered[7], ordered[17])
 
 
 def test_baselines_are_relative_to_the_train_mean(tiny_host, tmp_path):
