@@ -13,7 +13,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import joblib
 import numpy as np
 import torch
 from tabpfn import TabPFNRegressor
@@ -285,14 +284,14 @@ def _one_by_one(method: str, host: str, options: dict[str, Any]) -> _Run:
 
 
 def _in_parallel(host: str, options: dict[str, Any]) -> _Run:
-    """The loop in processes that joblib forks, which have the model without being sent it."""
+    """The loop in forked processes, which have the model without being sent it: the best without ragged prediction."""
     loop, cores = _one_by_one("loop", host, options), torch.get_num_threads()
 
     def run(tables: list[RawTable]) -> tuple[list[np.ndarray], dict[str, float], int, float]:
         global _forked
         _forked = loop, tables
-        with joblib.Parallel(cores, backend="multiprocessing") as parallel:
-            parts = parallel(joblib.delayed(_loop_over)(range(i, len(tables), cores)) for i in range(cores))
+        with get_context("fork").Pool(cores) as pool:
+            parts = pool.map(_loop_over, [range(i, len(tables), cores) for i in range(cores)], chunksize=1)
         means: list[Any] = [None] * len(tables)
         for i, (found, *_) in enumerate(parts):
             means[i::cores] = found
