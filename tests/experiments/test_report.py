@@ -17,7 +17,7 @@ from oretrofit.retrofit import files
 KEYS = {
     *("cases", "mean_rmse_delta_pct", "median_rmse_delta_pct", "worst_rmse_delta_pct", "ci95_pct", "wins", "losses"),
     *("largest_rmse_delta_pct", "mean_rmse_delta_pct_without_broken"),
-    *("mean_nll_delta", "max_abs_diff_sd", "time_ratio", "peak_memory_ratio"),
+    *("mean_nll_delta", "max_abs_diff_sd", "timed", "time_ratio", "peak_memory_ratio"),
 }
 
 
