@@ -54,12 +54,16 @@ def measured(tiny_host: Host) -> Calibration:
     return calibrate(tiny_host, tables=1)
 
 
+def small_plan(host: Host, tables: list[str]) -> Plan:
+    """Two tables with two seeds each, one estimator instead of TabPFN's eight."""
+    return Plan(host, tables, seeds=2, tables=1, max_rows=16, variants=("oa",), estimator={"n_estimators": 1})
+
+
 @pytest.fixture
 def plan(tiny_host: Host, tables: list[str], measured: Calibration, monkeypatch: pytest.MonkeyPatch) -> Plan:
-    """Two tables with two seeds each, one estimator instead of TabPFN's eight, and a measurement made once."""
+    """That, and a measurement made once."""
     monkeypatch.setattr(module, "calibrate", lambda host, **_: measured)
-    estimator = {"n_estimators": 1}
-    return Plan(tiny_host, tables, seeds=2, tables=1, max_rows=16, variants=("oa",), estimator=estimator)
+    return small_plan(tiny_host, tables)
 
 
 def run(plan: Plan, folder: Path, **options: Any) -> tuple[list[CaseResult], list[Failure]]:
@@ -81,6 +85,21 @@ def order(plan: Plan) -> list[tuple[str, int]]:
     return [(dataset, seed) for dataset in plan.datasets for seed in range(plan.seeds)]
 
 
+@pytest.fixture(scope="module")
+def serial(
+    tiny_host: Host, tables: list[str], measured: Calibration, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[CaseResult]]:
+    """The plan's cases one after another, in the number of threads that processes have (one), and their folder."""
+    folder = tmp_path_factory.mktemp("serial")
+    models: list[None] = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "calibrate", lambda host, **_: measured)
+        cases, failures = run(small_plan(tiny_host, tables), folder, on_warm_up=lambda: models.append(None))
+    assert not failures
+    assert len(models) == 3  # the host, the control and `oa`
+    return folder, cases
+
+
 @pytest.fixture
 def in_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], None]], None]:
     """Has processes do something before the case of a seed."""
@@ -98,7 +117,7 @@ def in_processes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], N
 
 @FORKED
 def test_the_answers_of_one_after_another_in_the_plans_order(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_processes
+    plan: Plan, serial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_processes
 ) -> None:
     def load(name: str):
         with (tmp_path / "loaded").open("a") as file:
@@ -122,17 +141,14 @@ def test_the_answers_of_one_after_another_in_the_plans_order(
     assert len({pid for pid, _ in loaded}) == 2 and str(HERE) not in dict(loaded)
     assert len(loaded) == len(set(map(tuple, loaded)))  # each table once in each process
 
-    # Serial, from the same calibration, in the same number of threads (one).
-    models: list[None] = []
-    serial, _ = run(plan, tmp_path / "one", on_warm_up=lambda: models.append(None))
-    assert len(models) == 3  # the host, the control and `oa`
-    assert {record["workers"] for record in records(serial)} == {1}
-    assert deciding(records(cases)) == deciding(records(serial))
+    folder, alone = serial
+    assert {record["workers"] for record in records(alone)} == {1}
+    assert deciding(records(cases)) == deciding(records(alone))
 
     # Either way can go on where the other ended: nothing is run again.
     never = {"on_case": lambda _: pytest.fail("ran again"), "on_table": lambda: pytest.fail("calibrated again")}
     assert run(plan, tmp_path / "two", **never) == (cases, [])
-    assert run(plan, tmp_path / "one", workers=2, **never) == (serial, [])
+    assert run(plan, folder, workers=2, **never) == (alone, [])
 
 
 def test_the_runner_is_all_that_another_process_needs(plan: Plan, measured: Calibration) -> None:
@@ -170,21 +186,22 @@ def test_a_case_that_raises_is_a_failure(plan: Plan, tmp_path: Path, in_processe
 
 
 @FORKED
-def test_a_killed_process_costs_a_warning_only(plan: Plan, tmp_path: Path, in_processes) -> None:
+def test_a_killed_process_costs_a_warning_only(plan: Plan, serial, tmp_path: Path, in_processes) -> None:
     in_processes(lambda seed: os.kill(os.getpid(), signal.SIGKILL) if seed == 1 else None)
     with pytest.warns(UserWarning, match="a process was killed, perhaps for want of memory"):
         cases, failures = run(plan, tmp_path / "run", workers=2)
     assert not failures
-    assert deciding(records(cases)) == deciding(records(run(plan, tmp_path / "serial")[0]))
+    assert deciding(records(cases)) == deciding(records(serial[1]))
     assert len((tmp_path / "run" / "cases.jsonl").read_text().splitlines()) == 4
 
 
 @FORKED
 def test_variants_are_added_beside_those_that_are_there(plan: Plan, tmp_path: Path) -> None:
-    first, _ = run(plan, tmp_path / "run")
+    plan = dataclasses.replace(plan, datasets=plan.datasets[:1])
     wider = dataclasses.replace(plan, variants=("oa", "full-o"))
+    first, _ = run(plan, tmp_path / "run")
     cases, _ = run(wider, tmp_path / "run", workers=2)
-    assert [[record["workers"] for record in case.variants] for case in cases] == [[1, 1, 2]] * 4
+    assert [[record["workers"] for record in case.variants] for case in cases] == [[1, 1, 2]] * 2
     assert [case.variants[:2] for case in cases] == [case.variants for case in first]
     assert deciding(records(cases)) == deciding(records(run(wider, tmp_path / "whole")[0]))
 
@@ -235,7 +252,7 @@ def read(folder: Path) -> dict[int, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def serial(host_file: Path, tables: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
+def one_by_one(host_file: Path, tables: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[str]]:
     folder = tmp_path_factory.mktemp("serial")
     assert CliRunner().invoke(cli.app, command(host_file, tables, folder, 1, seeds=SEEDS)).exit_code == 0
     return read(folder)
@@ -246,7 +263,7 @@ def serial(host_file: Path, tables: list[str], tmp_path_factory: pytest.TempPath
 def test_an_ended_run_leaves_no_process_and_goes_on(
     host_file: Path,
     tables: list[str],
-    serial: dict[int, list[str]],
+    one_by_one: dict[int, list[str]],
     tmp_path: Path,
     how: signal.Signals,
     code: int,
@@ -284,7 +301,7 @@ def test_an_ended_run_leaves_no_process_and_goes_on(
     assert result.exit_code == 0, result.output
     assert f"{len(before.splitlines())} of {SEEDS} cases are in" in result.stdout
     assert (folder / "cases.jsonl").read_bytes().startswith(before)
-    assert read(folder) == serial
+    assert read(folder) == one_by_one
 
 
 @FORKED
@@ -306,13 +323,13 @@ def test_eval_says_that_times_mean_nothing(host_file: Path, tables: list[str], t
 
 @FORKED
 def test_the_command_goes_on_without_a_killed_process(
-    host_file: Path, tables: list[str], serial: dict[int, list[str]], tmp_path: Path, in_processes
+    host_file: Path, tables: list[str], one_by_one: dict[int, list[str]], tmp_path: Path, in_processes
 ) -> None:
     in_processes(lambda seed: os.kill(os.getpid(), signal.SIGKILL) if seed == 1 else time.sleep(1))
     with pytest.warns(UserWarning, match="a process was killed"):
         result = CliRunner().invoke(cli.app, command(host_file, tables, tmp_path, 2, seeds=SEEDS))
     assert result.exit_code == 0, result.output
-    assert read(tmp_path) == serial
+    assert read(tmp_path) == one_by_one
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
