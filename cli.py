@@ -79,37 +79,30 @@ def patch(
     console.print(f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.", soft_wrap=True)
 
 
-@app.command("eval", epilog="Example: [b]oretrofit eval --suite mini --seeds 3 --out runs/mini[/b]")
+@app.command("eval", epilog="Example: [b]oretrofit eval --suite mini --seeds 3 --workers 4 --out runs/mini[/b]")
 @terminal.plain_errors()
 def evaluate(
-    variant: Annotated[
-        list[str] | None,
-        typer.Option(help=f"{options.bold(VARIANTS)}; repeatable. Default: {' and '.join(settings.PAPER_VARIANTS)}."),
-    ] = None,
+    variant: options.Variant = None,
     suite: options.Suite = "mini",
     seeds: options.Seeds = settings.SEEDS,
     device: options.Device = "auto",
     host: options.NamedHost = None,
-    retrofit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Evaluate a retrofit saved by patch, as it is.")
-    ] = None,
-    max_rows: Annotated[
-        int, typer.Option(help="Most train rows of a case; half as many test rows.")
-    ] = settings.MAX_ROWS,
+    retrofit: options.GivenRetrofit = None,
+    max_rows: options.MaxRows = settings.MAX_ROWS,
     precision: Annotated[str, typer.Option(help=f"{options.bold(settings.PRECISIONS)}.")] = settings.PRECISION,
     delta: options.Delta = settings.DELTA,
     quantile: options.Quantile = settings.QUANTILE,
     tables: options.Tables = settings.TABLES,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the run. Default: runs/eval-HOST-PRECISION.")
-    ] = None,
+    workers: options.Workers = 1,
+    out: options.RunFolder = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Compare host and variants on matched cases. The same command again resumes; another one reuses what it can."""
     from .experiments.session import EvalOptions, run_session
 
     chosen = EvalOptions(
-        variant, suite, seeds, device, host, retrofit, max_rows, precision, delta, quantile, tables, out, json_file
+        *(variant, suite, seeds, device, host, retrofit, max_rows, precision),
+        *(delta, quantile, tables, workers, out, json_file),
     )
     terminal.exit_with(run_session(chosen, terminal.open_console()))
 

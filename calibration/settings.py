@@ -25,6 +25,8 @@ PRECISION = "float32"
 DEVICES = ("auto", "cpu", "cuda")
 MOST_SEEDS = 10_000  # splits of a dataset; a larger number is a seed in the wrong place
 
+MOST_WORKERS = 1024
+
 PRETRAIN_STEPS = 7_500  # of the bundled host
 
 
@@ -47,3 +49,10 @@ def check_count(name: str, value: int, least: int = 1, most: int | None = None) 
     if value < least or (most is not None and value > most):
         limit = f"at least {least}" if most is None else f"between {least} and {most}"
         raise ValueError(f"{name} must be {limit}, not {value}")
+
+
+def check_workers(name: str, workers: int, device: str) -> None:
+    """Raise `ValueError`, with `name`, for a number of processes out of range, or several beside a GPU."""
+    check_count(name, workers, most=MOST_WORKERS)
+    if workers > 1 and device == "cuda":
+        raise ValueError(f"{name} {workers}: a GPU runs one case at a time; leave {name} out, or use the CPU")

@@ -10,25 +10,20 @@ A run lives in a folder; see `runs`. Running it again reuses what is there.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import closing
+from dataclasses import dataclass, field
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
-from tabpfn.base import ModelSpecs
 
 from ..calibration.calibration import Calibration
-from ..calibration.cases import Case
-from ..calibration.predicting import PRECISIONS, predict_case, rmse, train_mean_rmse
+from ..calibration.predicting import PRECISIONS
 from ..calibration.settings import (
     DELTA,
     IDENTITY,
@@ -42,16 +37,17 @@ from ..calibration.settings import (
     TABLES,
     check_count,
     check_delta,
+    check_workers,
 )
 from ..calibration.variants import VARIANTS
 from ..retrofit import tabpfn_api
 from ..retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
-from ..retrofit.check import compare, synthetic_cases
 from ..retrofit.files import replacing
 from ..retrofit.hosts import Host
-from .datasets import load_dataset, make_case, split_spec
-from .memory import peak_mb, reset_peak
-from .runs import CaseResult, Run, host_figures
+from ..retrofit.workers import call_each
+from .case_runner import CaseJob, CaseRunner, Failure
+from .datasets import split_spec
+from .runs import CaseResult, Run
 
 IDENTITY_DELTA = 1e-6
 
@@ -162,23 +158,6 @@ class Plan:
         return json.loads(json.dumps(settings))
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A case that could not be run.
-
-    Attributes:
-        dataset: Its dataset.
-        seed: Its seed.
-        reason: Why, in one line.
-        may_pass: Whether it might run another time: there was no memory, no network or no file.
-    """
-
-    dataset: str
-    seed: int
-    reason: str
-    may_pass: bool = False
-
-
 def calibrate_run(plan: Plan, run: Run, on_table: Callable[[], None] | None = None) -> dict[str, Retrofit]:
     """The plan's retrofits by label, read from the run's folder, or calibrated and kept there.
 
@@ -210,7 +189,9 @@ def evaluate(
     plan: Plan,
     run: Run,
     *,
+    workers: int = 1,
     on_table: Callable[[], None] | None = None,
+    on_warm_up: Callable[[], None] | None = None,
     on_case: Callable[[CaseResult], None] | None = None,
     on_failure: Callable[[Failure], None] | None = None,
 ) -> tuple[list[CaseResult], list[Failure]]:
@@ -222,42 +203,47 @@ def evaluate(
     Args:
         plan: What to run.
         run: The plan's folder, from `runs.open_run`.
+        workers: How many cases run side by side, each in a process that has its share of torch's threads. With more
+            than one, times mean nothing, and there is no warm-up.
         on_table: Called after each calibration table, if variants have to be calibrated.
+        on_warm_up: Called after each model that has run a small table, before the first case.
         on_case: Called with each case that this call finishes.
         on_failure: Called with each case that fails.
 
     Returns:
-        All cases, in the plan's order, and the failures.
+        All cases and the failures, both in the plan's order.
 
     Raises:
+        ValueError: Several workers beside a GPU.
         OSError: A finished case, or a retrofit, could not be written.
     """
-    done, missing, labels = run.finished(), run.missing(), list(run.settings["variants"])
+    check_workers("workers", workers, plan.device)
+    records, missing, labels = run.finished(), run.missing(), list(run.settings["variants"])
     retrofits = calibrate_run(plan, run, on_table) if missing else {}
-    if missing:
-        _warm_up(plan, retrofits)
-    results, failures = [], []
-    dataset = None
-    for name, seed in ((name, seed) for name in plan.datasets for seed in range(plan.seeds)):
-        records = done.get((name, seed), {})
-        if (name, seed) in missing:
-            try:
-                if dataset is None or dataset.name != name:
-                    dataset = load_dataset(name)
-                case = make_case(dataset, seed, plan.max_rows, plan.max_rows // 2)
-                found = CaseResult(name, seed, _run_case(plan, retrofits, case, records))
-            except Exception as error:  # whatever TabPFN or torch raise; the other cases are still worth having
-                text = str(error).strip().splitlines() or [""]
-                failures.append(Failure(name, seed, f"{type(error).__name__}: {text[0]}", _may_pass(error)))
+    runner = CaseRunner(plan.host, retrofits, plan.max_rows, plan.precision, plan.device, plan.estimator, workers)
+    if missing and workers == 1:
+        runner.warm_up(on_warm_up)
+
+    def result(case: tuple[str, int]) -> CaseResult:
+        return CaseResult(*case, [records[case][label] for label in labels])
+
+    failed: dict[tuple[str, int], Failure] = {}
+    jobs = [CaseJob(*case, records.get(case, {})) for case in missing]
+    processes = 0 if workers == 1 else min(workers, len(jobs))
+    threads = max(1, torch.get_num_threads() // workers)
+    with closing(call_each(runner, jobs, processes, threads=threads)) as answers:
+        for _, found in answers:
+            case = found.dataset, found.seed
+            if isinstance(found, Failure):
+                failed[case] = found
                 if on_failure is not None:
-                    on_failure(failures[-1])
+                    on_failure(found)
                 continue
-            records = records | {record["variant"]: record for record in run.append(found).variants}
-        result = CaseResult(name, seed, [records[label] for label in labels])
-        results.append(result)
-        if (name, seed) in missing and on_case is not None:
-            on_case(result)
-    return results, failures
+            records.setdefault(case, {}).update({new["variant"]: new for new in run.append(found).variants})
+            if on_case is not None:
+                on_case(result(case))
+    cases = [(dataset, seed) for dataset in plan.datasets for seed in range(plan.seeds)]
+    return [result(case) for case in cases if case not in failed], [failed[case] for case in cases if case in failed]
 
 
 def case_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
@@ -267,101 +253,13 @@ def case_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
     `rmse`, `nll` (mean negative log-likelihood of the test targets), `seconds` (fit and predict) and
     `peak_mb`; `rmse_delta_pct`; `max_abs_diff_sd`, the largest change of a predicted mean in
     standard deviations of the training target; `precision` and `device`; `train_mean_rmse`, of
-    predicting the train rows' mean (missing in records of earlier versions); `key`, a hash of what
-    decides the row. `peak_mb` is in MiB: on a GPU what torch allocated, on Linux the resident size of
-    the whole process, elsewhere unknown.
+    predicting the train rows' mean; `workers`, how many cases ran side by side: with more than one,
+    `seconds` mean nothing (both missing in records of earlier versions, where it was one); `key`, a
+    hash of what decides the row. `peak_mb` is in MiB: on a GPU what torch allocated, on Linux the
+    resident size of the whole process that ran the case, and so of a worker what it shares with the
+    others, too; elsewhere unknown.
     """
     return pd.DataFrame([record for case in cases for record in case.variants])
-
-
-@dataclass(frozen=True)
-class _Answer:
-    mean: np.ndarray
-    rmse: float
-    nll: float
-    seconds: float
-    peak_mb: float | None
-
-
-def _run_case(
-    plan: Plan, retrofits: Mapping[str, Retrofit], case: Case, earlier: Mapping[str, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The records of a case's variants, without those that are there already."""
-    host = _answer(plan.host.specs, case, plan)
-    if any(host_figures(record) != (host.rmse, host.nll) for record in earlier.values()):
-        earlier = {}  # of a machine that rounds otherwise: all records of a case are from one
-    return [
-        _record(label, case, plan, host, _answer(retrofit.specs, case, plan))
-        for label, retrofit in retrofits.items()
-        if label not in earlier
-    ]
-
-
-def _record(label: str, case: Case, plan: Plan, host: _Answer, variant: _Answer) -> dict[str, Any]:
-    record = {
-        "dataset": case.dataset,
-        "seed": case.seed,
-        "variant": label,
-        "n_train": len(case.y_train),
-        "n_test": len(case.y_test),
-        "n_columns": case.X_train.shape[1],
-        **asdict(compare(case, host.mean, variant.mean)),
-        "host_nll": host.nll,
-        "variant_nll": variant.nll,
-        "host_seconds": host.seconds,
-        "variant_seconds": variant.seconds,
-        "host_peak_mb": host.peak_mb,
-        "variant_peak_mb": variant.peak_mb,
-        "precision": plan.precision,
-        "device": plan.device,
-        "train_mean_rmse": train_mean_rmse(case),
-    }
-    for name, value in record.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name} of {label} is not finite ({value}); the target may be too large or too small")
-    return record
-
-
-def _answer(specs: ModelSpecs, case: Case, plan: Plan) -> _Answer:
-    gc.collect()  # what earlier runs left would count into this one's peak
-    measuring = reset_peak(plan.device)
-    start = time.perf_counter()
-    output = predict_case(
-        specs,
-        case,
-        output_type="full",
-        device=plan.device,
-        inference_precision=PRECISIONS[plan.precision],
-        **plan.estimator,
-    )
-    seconds = time.perf_counter() - start
-    peak = peak_mb(plan.device) if measuring else None
-
-    mean = np.asarray(output["mean"], dtype=np.float64)
-    y_test = torch.as_tensor(case.y_test, dtype=torch.float64)
-    nll = output["criterion"].cpu()(output["logits"].cpu().double(), y_test).mean().item()
-    error = rmse(mean, case.y_test)
-    if not np.isfinite([error, nll]).all():
-        raise ValueError(f"predictions are not finite (RMSE {error}, negative log-likelihood {nll})")
-    return _Answer(mean, error, nll, seconds, peak)
-
-
-def _warm_up(plan: Plan, retrofits: Mapping[str, Retrofit]) -> None:
-    """Run a small table once: first runs load kernels, which would count as the first case's time."""
-    (case,) = synthetic_cases(1, 0, max_rows=30, max_columns=4)
-    for specs in (plan.host.specs, *(retrofit.specs for retrofit in retrofits.values())):
-        _answer(specs, case, plan)
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    """Whether a case that failed so might run another time, to go by the error and its causes."""
-    while error is not None:
-        if isinstance(error, (OSError, MemoryError)) or type(error).__module__.startswith("openml."):
-            return True
-        if "out of memory" in str(error).lower() or "allocate memory" in str(error):  # torch's and TabPFN's
-            return True
-        error = error.__cause__
-    return False
 
 
 def _files_sha256(specs: Iterable[str]) -> dict[str, str]:

@@ -22,7 +22,7 @@ from ..calibration.prior import draw_table
 from ..retrofit.api import patch
 from ..retrofit.hosts import load_host
 from ..retrofit.ragged.report import STAGES
-from .evaluate import peak_mb
+from .memory import peak_mb
 from .ragged_equality import RawTable, largest_shift
 from .report import Cells
 

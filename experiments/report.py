@@ -40,12 +40,14 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
         percentile bootstrap over cases, which are not independent where they share a dataset;
         `mean_rmse_delta_pct_without_broken`, over the cases whose host is not broken (None without any);
         `wins` and `losses` (RMSE below and above the host's); `mean_nll_delta`; `max_abs_diff_sd`;
-        `time_ratio` and `peak_memory_ratio` (medians over cases of variant / host; None where unknown).
+        `timed`, how many cases ran by themselves, so that their times mean something; `time_ratio`, over these, and
+        `peak_memory_ratio` (medians over cases of variant / host; None where unknown).
     """
     summary = {}
     for variant, group in rows.groupby("variant", sort=False) if len(rows) else []:
         delta = group["rmse_delta_pct"].to_numpy()
         sound = delta[~is_broken(group)]
+        times = (group["variant_seconds"] / group["host_seconds"])[ran_alone(group)]
         memory = (group["variant_peak_mb"].astype(float) / group["host_peak_mb"].astype(float)).median()
         summary[str(variant)] = {
             "cases": len(group),
@@ -59,7 +61,8 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "losses": int((group["variant_rmse"] > group["host_rmse"]).sum()),
             "mean_nll_delta": float((group["variant_nll"] - group["host_nll"]).mean()),
             "max_abs_diff_sd": float(group["max_abs_diff_sd"].max()),
-            "time_ratio": float((group["variant_seconds"] / group["host_seconds"]).median()),
+            "timed": len(times),
+            "time_ratio": float(times.median()) if len(times) else None,
             "peak_memory_ratio": None if math.isnan(memory) else float(memory),
         }
     return summary
@@ -70,6 +73,13 @@ def is_broken(rows: pd.DataFrame) -> np.ndarray:
     if "train_mean_rmse" not in rows:
         return np.zeros(len(rows), dtype=bool)
     return (rows["host_rmse"] > BROKEN * rows["train_mean_rmse"].astype(float)).to_numpy()
+
+
+def ran_alone(rows: pd.DataFrame) -> np.ndarray:
+    """Of each row whether its case ran by itself. (In rows of earlier versions all did.)"""
+    if "workers" not in rows:
+        return np.ones(len(rows), dtype=bool)
+    return (rows["workers"].fillna(1) == 1).to_numpy()
 
 
 def make_summary(settings: dict[str, Any], rows: pd.DataFrame, failed: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -125,10 +135,14 @@ def summary_cells(summary: dict[str, Any]) -> Cells:
         "wins : losses": lambda _, s: f"{s['wins']} : {s['losses']}",
         "NLL change": lambda _, s: f"{s['mean_nll_delta']:+.2g}",
         "largest shift": lambda _, s: f"{s['max_abs_diff_sd']:.2g}",
-        "time / host's": lambda _, s: f"{s['time_ratio']:.2f}",
-        "memory / host's": lambda _, s: "–" if s["peak_memory_ratio"] is None else f"{s['peak_memory_ratio']:.2f}",
+        "time / host's": lambda _, s: _ratio(s["time_ratio"]),
+        "memory / host's": lambda _, s: _ratio(s["peak_memory_ratio"]),
     }
     return ["", *variants], [[label, *(cell(*item) for item in variants.items())] for label, cell in lines.items()]
+
+
+def _ratio(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
 
 
 def percent(value: float) -> str:
@@ -154,12 +168,17 @@ def case_cells(rows: pd.DataFrame, names: Mapping[str, str]) -> Cells:
 
 
 def case_line(variants: Sequence[dict[str, Any]], names: Mapping[str, str]) -> str:
-    """A finished case in one line, from its records; `names` are the datasets' short names."""
+    """A finished case in one line, from its records; `names` are the datasets' short names.
+
+    With the time, where all of it ran by itself.
+    """
     first = variants[0]
     changes = ", ".join(f"{record['variant']} {percent(record['rmse_delta_pct'])} %" for record in variants)
+    line = f"{names[first['dataset']]} seed {first['seed']}: host RMSE {first['host_rmse']:.5g}, {changes}"
+    if any(record.get("workers", 1) > 1 for record in variants):
+        return line
     seconds = first["host_seconds"] + sum(record["variant_seconds"] for record in variants)
-    name = f"{names[first['dataset']]} seed {first['seed']}"
-    return f"{name}: host RMSE {first['host_rmse']:.5g}, {changes} ({seconds:.0f} s)"
+    return f"{line} ({seconds:.0f} s)"
 
 
 def notes(summary: dict[str, Any]) -> str:
@@ -184,6 +203,11 @@ def notes(summary: dict[str, Any]) -> str:
         "training target. Time (fit and predict) and peak memory: medians over cases. identity: the code of full-o "
         "with gates too small to matter; what it moves is the noise floor of this precision."
     )
+    if beside := max((s["cases"] - s["timed"] for s in summary["variants"].values()), default=0):
+        parts.append(
+            f"Cases that ran beside others (--workers): {beside}. Their times mean nothing and are left out; their "
+            "memory is that of the process that ran them, without a warm-up, what it shares with others included."
+        )
     return " ".join(parts)
 
 

@@ -26,7 +26,8 @@ from ..retrofit.terminal import interrupted, open_progress, print_table
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .evaluate import Failure, Plan
+    from .case_runner import Failure
+    from .evaluate import Plan
     from .runs import CaseResult, Run
 
 
@@ -45,6 +46,7 @@ class EvalOptions:
     delta: float
     quantile: float
     tables: int
+    workers: int
     out: Path | None
     json_file: Path | None
     datasets: list[str] = field(init=False)
@@ -55,6 +57,7 @@ class EvalOptions:
             check_choice("--variant", name, (settings.IDENTITY, *VARIANTS))
         check_between("--seeds", self.seeds, 1, settings.MOST_SEEDS)
         check_choice("--device", self.device, settings.DEVICES)
+        settings.check_workers("--workers", self.workers, self.device)
         if self.host is not None:
             check_host(self.host)
         check_retrofit("--retrofit", self.retrofit)
@@ -78,13 +81,14 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
     from .style import short_datasets
 
     plan = _plan(options)
+    settings.check_workers("--workers", options.workers, plan.device)
     folder = options.out or Path("runs") / f"eval-{Path(plan.host.name or 'host').stem}-{options.precision}"
     if options.json_file is not None and options.json_file.resolve().parent == folder.resolve():
         raise ValueError(f"--json {options.json_file} is in the run's own folder, where summary.json holds the same")
     names = short_datasets(plan.datasets)
     with open_run(folder, plan.settings()) as opened:
         _say_what_is_there(console, opened, len(plan.datasets) * plan.seeds)
-        cases, failures = _run_missing(plan, opened, names, console)
+        cases, failures = _run_missing(plan, opened, options.workers, names, console)
         rows = evaluate.case_rows(cases)
         summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures])
         errors = _write_report(folder, summary, rows, options.json_file)
@@ -123,13 +127,14 @@ def _plan(options: EvalOptions) -> Plan:
 
 
 def _run_missing(
-    plan: Plan, opened: Run, names: dict[str, str], console: Console
+    plan: Plan, opened: Run, workers: int, names: dict[str, str], console: Console
 ) -> tuple[list[CaseResult], list[Failure]]:
     from . import evaluate, report
 
     try:
         with open_progress(console) as progress:
             calibrating = progress.add_task("Calibrating", total=plan.tables)
+            warming = progress.add_task("Warming up", total=1 + len(opened.settings["variants"]), visible=workers == 1)
             running = progress.add_task("Cases", total=len(opened.missing()))
 
             def show(line: str) -> None:
@@ -139,7 +144,9 @@ def _run_missing(
             return evaluate.evaluate(
                 plan,
                 opened,
+                workers=workers,
                 on_table=lambda: progress.advance(calibrating),
+                on_warm_up=lambda: progress.advance(warming),
                 on_case=lambda case: show(report.case_line(case.variants, names)),
                 on_failure=lambda f: show(f"{names[f.dataset]} seed {f.seed} failed: {f.reason}"),
             )

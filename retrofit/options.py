@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ..calibration import settings
+from ..calibration.variants import VARIANTS
 from .files import check_writable, replacing
 
 _FLOAT32 = 3.4e38  # about the largest number
@@ -32,6 +33,20 @@ Suite = Annotated[
 ]
 Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
+Variant = Annotated[
+    list[str] | None,
+    typer.Option(help=f"{bold(VARIANTS)}; repeatable. Default: {' and '.join(settings.PAPER_VARIANTS)}."),
+]
+GivenRetrofit = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Evaluate a retrofit saved by patch, as it is.")
+]
+MaxRows = Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")]
+Workers = Annotated[
+    int, typer.Option(help="Cases side by side, in so many processes. More than 1: times mean nothing. Not on a GPU.")
+]
+RunFolder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder of the run. Default: runs/eval-HOST-PRECISION.")
+]
 Delta = Annotated[float, typer.Option(help="How much presence a live token at the quantile loses, between 0 and 1.")]
 Quantile = Annotated[float, typer.Option(help="Which quantile of ||h||² keeps presence 1 - delta, from 0 to 1.")]
 Tables = Annotated[int, typer.Option(help="Synthetic tables to calibrate on.")]

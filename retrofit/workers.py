@@ -1,4 +1,4 @@
-"""One function, called with many arguments in processes of one thread each.
+"""One function, called with many arguments in processes, of one thread each where nobody asks for more.
 
 A machine is used best by as many such processes as it has cores: torch's threads meet after every operation, and small
 tables leave them little to share (docs/threads.md).
@@ -12,11 +12,13 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from multiprocessing import connection, get_context, parent_process
+from multiprocessing import connection, get_context, parent_process, resource_tracker
+from types import ModuleType
 from typing import Any, TypeVar
 
 import threadpoolctl
@@ -35,6 +37,7 @@ def call_each(
     arguments: Iterable[Argument],
     processes: int,
     *,
+    threads: int = 1,
     start: str | None = None,
     ahead: int | None = None,
 ) -> Generator[tuple[int, Result], None, None]:
@@ -46,7 +49,8 @@ def call_each(
     Args:
         function: Reaches each process once.
         arguments: Taken one by one, as there is work for them.
-        processes: How many, of one thread each; 0 to call the function here.
+        processes: How many; 0 to call the function here.
+        threads: How many each has.
         start: How they start, `fork` or `loky`; by default as of `start_method`.
         ahead: How many arguments may be on their way at once.
 
@@ -57,14 +61,16 @@ def call_each(
     behind: list[tuple[int, Argument]] = []
     if processes:
         warned: set[tuple[str, type[Warning]]] = set()
-        with _pool(function, processes, start or start_method()) as pool:
+        with _pool(function, processes, threads, start or start_method(threads)) as pool:
             sent: dict[Future, tuple[int, Argument]] = {}
             try:
                 while True:
                     room = (ahead or AHEAD * processes) - len(sent)
                     for index, argument in itertools.islice(left, max(0, room)):
                         try:
-                            sent[pool.submit(_call, pickle.dumps(argument))] = index, argument
+                            content = pickle.dumps(argument)
+                            with _interrupts_held():
+                                sent[pool.submit(_call, content)] = index, argument
                         except Exception as error:
                             behind.append((index, argument))
                             if isinstance(error, BrokenExecutor):
@@ -80,10 +86,10 @@ def call_each(
                             behind.append(sent.pop(future))
                             continue
                         index, _ = sent.pop(future)
-                        for message, category in caught:
+                        for message, category, *place in caught:
                             if (message, category) not in warned:
                                 warned.add((message, category))
-                                warnings.warn(message, category, stacklevel=2)
+                                _warn(message, category, *place)
                         yield index, result
             except BrokenExecutor:
                 warnings.warn(
@@ -94,67 +100,118 @@ def call_each(
         yield index, function(argument)
 
 
-def start_method() -> str:
-    """`fork` where that is safe, or `loky`: joblib's processes, which first import torch for some seconds."""
-    return "fork" if sys.platform == "linux" and not torch.cuda.is_initialized() else "loky"
+def start_method(threads: int = 1) -> str:
+    """`fork` where that is safe, or `loky`: joblib's processes, which first import torch for some seconds.
+
+    Several threads after a fork wait for ever for those that the caller had (GNU OpenMP's, torch's on Linux).
+    """
+    safe = sys.platform == "linux" and threads == 1 and not torch.cuda.is_initialized()
+    return "fork" if safe else "loky"
 
 
 @contextmanager
-def _pool(function: Callable[[Any], Any], processes: int, start: str) -> Iterator[Executor]:
+def _pool(function: Callable[[Any], Any], processes: int, threads: int, start: str) -> Iterator[Executor]:
     """An executor for `_call`; left by an error, it stops what its processes do at once."""
     if start == "fork":
         context = get_context("fork")
         stopped, stop = context.Pipe(duplex=False)
         pool: Any = ProcessPoolExecutor(
-            processes, mp_context=context, initializer=start_forked_worker, initargs=(function, stopped)
+            processes, mp_context=context, initializer=start_forked_worker, initargs=(function, threads, stopped)
         )
     else:
+        if hasattr(signal, "pthread_sigmask"):
+            resource_tracker.ensure_running()  # started later, it would let interrupts through
         # Unlike the standard library's, it does not run the caller's script again in each process.
-        pool = loky.ProcessPoolExecutor(processes, initializer=_start_worker, initargs=(function,))
+        pool = loky.ProcessPoolExecutor(
+            processes, initializer=start_loky_worker, initargs=(function, threads, os.getpid())
+        )
     try:
         yield pool
     except BaseException:
         if start == "fork":
             stop.send_bytes(b"stop")
         else:
-            pool.shutdown(wait=False, kill_workers=True)
+            pool.shutdown(kill_workers=True)
         raise
+    else:
+        if start != "fork":
+            pool.shutdown()  # after the other one, it would call the kill off
     finally:
-        pool.shutdown(cancel_futures=True) if start == "fork" else pool.shutdown()
         if start == "fork":
+            pool.shutdown(cancel_futures=True)
             stop.close()
             stopped.close()
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """A process that starts here meets Ctrl-C when it can end by it without a word; this one does so behind it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _warn(message: str, category: type[Warning], file: str, line: int) -> None:
+    """Repeat a warning as if it were given here, where the same line may have given it before."""
+    names = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    registry = next((each for each in names if each.get("__file__") == file), {}).setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, category, file, line, registry=registry)
+
+
+# ---- In a process -------------------------------------------------------------------------------
+
+
 def _call(argument: bytes) -> bytes:
-    """The function in a process, its result and what it warned of.
+    """The function's result and what it warned of, and where.
 
     Pickled on both ways: a pool would send each tensor as an open file, of which a process has few.
     """
     with warnings.catch_warnings(record=True) as caught:
         result = _function(pickle.loads(argument))
-    return pickle.dumps((result, [(str(warning.message), warning.category) for warning in caught]))
+    return pickle.dumps((result, [(str(w.message), w.category, w.filename, w.lineno) for w in caught]))
 
 
-def start_forked_worker(function: Callable[[Any], Any], stopped: Any) -> None:
+def start_forked_worker(function: Callable[[Any], Any], threads: int, stopped: Any) -> None:
     """What a forked process begins with."""
-    _start_worker(function)
+    _start_worker(function, threads)
     threading.Thread(target=_end_with_caller, args=(stopped,), daemon=True).start()
 
 
-def _start_worker(function: Callable[[Any], Any]) -> None:
+def start_loky_worker(function: Callable[[Any], Any], threads: int, caller: int) -> None:
+    """What one of joblib's processes begins with."""
+    _start_worker(function, threads)
+    threading.Thread(target=_end_without_parent, args=(caller,), daemon=True).start()
+
+
+def _start_worker(function: Callable[[Any], Any], threads: int) -> None:
     global _function
     _function = function
-    torch.set_num_threads(1)
-    threadpoolctl.threadpool_limits(1)
-    # The caller's Ctrl-C reaches it, too, and ends it at once and without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    torch.set_num_threads(threads)
+    threadpoolctl.threadpool_limits(threads)
+    # The caller's Ctrl-C reaches it, too, and so may an end of all of them: it ends at once and without a traceback.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 _function: Callable[[Any], Any]
 
 
+# A caller that is killed cannot stop its processes, and they would wait for work for ever.
+
+
 def _end_with_caller(stopped: Any) -> None:
-    # A caller that is killed cannot stop its processes, and they would wait for work for ever.
     connection.wait([stopped, parent_process().sentinel])  # type: ignore[union-attr]
+    os._exit(1)
+
+
+def _end_without_parent(caller: int) -> None:
+    while os.getppid() == caller:
+        time.sleep(1)
     os._exit(1)

@@ -360,6 +360,10 @@ def test_eval_that_is_ended_goes_on(tmp_path: Path, how: signal.Signals, code: i
         (f"{EVAL} --suite csv:short.csv#y", "19 rows are too few"),
         (f"{GOOD} --seeds 0", "--seeds must lie between 1 and 10000, not 0"),
         (f"{GOOD} --seeds 99999999999999999999", "--seeds must lie between 1 and 10000, not 99999999999999999999"),
+        (f"{GOOD} --workers 0", "--workers must be between 1 and 1024, not 0"),
+        (f"{GOOD} --workers -2", "--workers must be between 1 and 1024, not -2"),
+        (f"{GOOD} --workers 99999999999999999999", "--workers must be between 1 and 1024, not 9999999999"),
+        (f"{GOOD} --device cuda --workers 2", "--workers 2: a GPU runs one case at a time"),
         (f"{GOOD} --max-rows 1", "--max-rows must be at least 2, not 1"),
         (f"{GOOD} --delta 2", "--delta is 1 minus a presence"),
         (f"{GOOD} --variant o", "--variant: unknown variant 'o'; there are: identity, oa, full-o"),
@@ -420,6 +424,7 @@ def test_options_are_checked_before_torch_is_imported() -> None:
         *("patch --device tpu", "patch --delta 1", "patch --quantile -1", "patch --out missing/x", "patch --tables 0"),
         *("eval --variant o", "eval --suite maxi", "eval --suite csv:gone.csv#y", "eval --seeds 99999999999999999999"),
         *("eval --precision half", "eval --retrofit good.csv", "eval --max-rows 1", "eval --out good.csv"),
+        *("eval --workers 0", "eval --workers 2 --device cuda"),
         *("frontier --variant o", "frontier --suite maxi", "frontier --plot x.svg", "frontier --json missing/x"),
         *("bench host --suite maxi", "bench host --host nowhere", "bench overhead --rows 0", "pretrain --steps 0"),
     ]

@@ -245,6 +245,7 @@ def test_after_a_failure(use, name, unchanged):
 COMMANDS = [
     "patch --variant closed --tables 1 --host {host} --out {out}/closed.json",
     "eval --suite csv:{files}/train.csv#y --seeds 1 --variant closed --tables 1 --host {host} --out {out}/eval",
+    "eval --workers 2 --suite csv:{files}/train.csv#y --seeds 2 --variant oa --tables 1 --host {host} --out {out}/eval",
     "predict --train {files}/train.csv --test {files}/test.csv --target y --by shop --retrofit {files}/closed.json "
     "--out {out}/out.csv",
     "frontier --tables 1 --variant closed --host {host} --plot {out}/frontier.png",

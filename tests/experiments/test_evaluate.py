@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ import pytest
 import torch
 
 from oretrofit.calibration.calibration import Calibration
+from oretrofit.experiments import case_runner, memory
 from oretrofit.experiments import evaluate as module
-from oretrofit.experiments import memory
+from oretrofit.experiments.case_runner import CaseRunner, Failure
 from oretrofit.experiments.datasets import DatasetError, check_datasets, load_dataset, make_case
-from oretrofit.experiments.evaluate import Failure, Plan, case_rows, evaluate
+from oretrofit.experiments.evaluate import Plan, case_rows, evaluate
 from oretrofit.experiments.runs import CaseResult, open_run
 from oretrofit.retrofit import tabpfn_api
 from oretrofit.retrofit.api import RetrofitError, calibrate, patch
@@ -39,14 +39,14 @@ def tiny_plan(host: Host, folder: Path, **changes: Any) -> Plan:
     return Plan(host, [csv_spec(folder)], estimator={"n_estimators": 1}, **{**given, **changes})
 
 
-def run(plan: Plan, folder: Path, **calls: Callable) -> tuple[list[CaseResult], list[Failure]]:
+def run(plan: Plan, folder: Path, **calls: Any) -> tuple[list[CaseResult], list[Failure]]:
     with open_run(folder, plan.settings()) as opened:
         return evaluate(plan, opened, **calls)
 
 
 def deciding(cases: list[CaseResult]) -> list[dict[str, Any]]:
-    """The records without what differs each time."""
-    changing = ("seconds", "peak_mb")
+    """The records without what differs each time, and without how many ran side by side."""
+    changing = ("seconds", "peak_mb", "workers")
     return [
         {name: value for name, value in record.items() if not name.endswith(changing)}
         for case in cases
@@ -72,18 +72,18 @@ class FakeAnswers:
         self.means = means
         self.cases: list = []
 
-    def __call__(self, specs, case, plan) -> module._Answer:
+    def __call__(self, specs, case) -> case_runner._Answer:
         self.cases.append(case)
         mean = np.full(len(case.y_test), self.means[(len(self.cases) - 1) % len(self.means)])
-        return module._Answer(mean, 1.0, nll=float(mean[0]) / 10, seconds=1.0, peak_mb=None)
+        return case_runner._Answer(mean, 1.0, nll=float(mean[0]) / 10, seconds=1.0, peak_mb=None)
 
 
 @pytest.fixture
 def no_model(calibrated: None, monkeypatch: pytest.MonkeyPatch) -> FakeAnswers:
     """The host predicts 2, the control 2 and `oa` 2.5."""
     fake = FakeAnswers(2.0, 2.0, 2.5)
-    monkeypatch.setattr(module, "_answer", fake)
-    monkeypatch.setattr(module, "_warm_up", lambda plan, retrofits: None)
+    monkeypatch.setattr(CaseRunner, "_answer", lambda self, specs, case: fake(specs, case))
+    monkeypatch.setattr(CaseRunner, "warm_up", lambda self, on_model: None)
     return fake
 
 
@@ -185,7 +185,7 @@ def test_record_by_hand(tiny_host: Host, tmp_path: Path, no_model: FakeAnswers) 
     assert record["max_abs_diff_sd"] == pytest.approx(0.5 / made.y_train.std())
     assert (record["host_nll"], record["variant_nll"]) == (0.2, 0.25)
     assert record["host_peak_mb"] is None
-    assert (record["precision"], record["device"]) == ("float32", "cpu")
+    assert (record["precision"], record["device"], record["workers"]) == ("float32", "cpu", 1)
 
 
 def test_a_figure_that_is_not_finite_fails_its_case_by_name(
@@ -205,7 +205,7 @@ def test_failing_case_is_reported_and_others_go_on(
             raise RuntimeError("out of luck\nsecond line")
         return make_case(dataset, seed, *caps)
 
-    monkeypatch.setattr(module, "make_case", failing)
+    monkeypatch.setattr(case_runner, "make_case", failing)
     plan, folder = tiny_plan(tiny_host, tmp_path, seeds=3), tmp_path / "run"
     seen: list[Failure] = []
     cases, failures = run(plan, folder, on_failure=seen.append)
@@ -214,7 +214,7 @@ def test_failing_case_is_reported_and_others_go_on(
     assert [json.loads(line)["seed"] for line in (folder / "cases.jsonl").read_text().splitlines()] == [0, 2]
 
     # The next run takes up the failed case only.
-    monkeypatch.setattr(module, "make_case", make_case)
+    monkeypatch.setattr(case_runner, "make_case", make_case)
     ran: list[int] = []
     cases, failures = run(plan, folder, on_case=lambda case: ran.append(case.seed))
     assert (ran, failures) == ([1], [])
@@ -233,11 +233,11 @@ def test_failing_case_is_reported_and_others_go_on(
     ],
 )
 def test_what_might_run_another_time(error: Exception, may_pass: bool) -> None:
-    assert module._may_pass(error) is may_pass
+    assert case_runner._may_pass(error) is may_pass
     try:
         raise DatasetError("could not be had") from error
     except DatasetError as chained:
-        assert module._may_pass(chained) is may_pass
+        assert case_runner._may_pass(chained) is may_pass
 
 
 def test_interrupted_run_keeps_finished_cases(tiny_host: Host, tmp_path: Path, no_model: FakeAnswers) -> None:

@@ -17,7 +17,7 @@ from oretrofit.retrofit import files
 KEYS = {
     *("cases", "mean_rmse_delta_pct", "median_rmse_delta_pct", "worst_rmse_delta_pct", "ci95_pct", "wins", "losses"),
     *("largest_rmse_delta_pct", "mean_rmse_delta_pct_without_broken"),
-    *("mean_nll_delta", "max_abs_diff_sd", "time_ratio", "peak_memory_ratio"),
+    *("mean_nll_delta", "max_abs_diff_sd", "timed", "time_ratio", "peak_memory_ratio"),
 }
 
 
@@ -154,6 +154,21 @@ def test_records_of_earlier_versions_do_not_say_whether_the_host_is_broken() -> 
     assert report.make_summary(SETTINGS, old)["broken_host"] == []
     mixed = pd.DataFrame([*old.to_dict("records"), record("b", 2, "oa", 1.0, host_rmse=26.0)])
     assert [case["seed"] for case in report.make_summary(SETTINGS, mixed)["broken_host"]] == [2]
+
+
+def test_times_of_cases_that_ran_beside_others_are_left_out(tmp_path: Path) -> None:
+    made = [record("a", 0, "oa", 1.0, variant_seconds=3.0), record("a", 1, "oa", 1.0, variant_seconds=50.0, workers=2)]
+    made += [record("b", 0, "oa", 1.0, variant_seconds=4.0, workers=1)]
+    mixed = report.make_summary(SETTINGS, pd.DataFrame(made))
+    assert (mixed["variants"]["oa"]["timed"], mixed["variants"]["oa"]["time_ratio"]) == (2, 3.5)
+    assert "Cases that ran beside others (--workers): 1." in write(tmp_path, mixed, pd.DataFrame(made))
+    beside = report.make_summary(SETTINGS, pd.DataFrame(made[1:2]))
+    assert (beside["variants"]["oa"]["timed"], beside["variants"]["oa"]["time_ratio"]) == (0, None)
+    assert "| time / host's | – |" in write(tmp_path, beside, pd.DataFrame(made[1:2]))
+    alone = report.make_summary(SETTINGS, pd.DataFrame(made[:1]))
+    assert "--workers" not in report.notes(alone)
+    names = {"a": "a"}
+    assert [report.case_line([line], names).endswith(" s)") for line in made[:2]] == [True, False]
 
 
 def test_no_finished_case(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from oretrofit.retrofit.workers import call_each
+from oretrofit.retrofit.workers import call_each, start_method
 
 HERE = os.getpid()
 FORKED = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs forked processes")
@@ -37,6 +37,13 @@ def test_each_argument_is_answered_once(processes, start):
 def test_processes_of_one_thread(start):
     pids, threads = zip(*(result for _, result in call_each(who, range(12), 2, start=start)), strict=True)
     assert HERE not in pids and set(threads) == {1} and len(set(pids)) <= 2
+
+
+def test_processes_of_several_threads():
+    """Not forked: they would wait for the caller's threads for ever."""
+    torch.ones(1000, 1000) @ torch.ones(1000, 1000)
+    assert {threads for _, (_, threads) in call_each(who, range(2), 1, threads=2)} == {2}
+    assert start_method(2) == "loky"
 
 
 def test_arguments_are_taken_as_they_are_needed():
@@ -104,6 +111,18 @@ def test_processes_warn_once():
     assert [str(warning.message) for warning in caught] == ["of every call"]
 
 
+@FORKED
+def test_what_was_warned_of_here_is_not_said_again():
+    def warn_here(i):
+        warnings.warn("of this line", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        warn_here(0)
+        list(call_each(warn_here, range(3), 2))
+    assert [str(warning.message) for warning in caught] == ["of this line"]
+
+
 # ---- Ends ----------------------------------------------------------------------------------------
 
 SLEEPS = """
@@ -114,7 +133,7 @@ def sleep(seconds):
     time.sleep(seconds)
     return seconds
 
-answers = call_each(sleep, [0, 600, 600], 2, start="fork")
+answers = call_each(sleep, [0, 600, 600], 2, start="{start}")
 next(answers)
 print("ready", flush=True)
 {then}
@@ -124,19 +143,22 @@ print("over", flush=True)
 
 @FORKED
 @pytest.mark.parametrize(
-    ("then", "signals", "output"),
+    ("start", "then", "signals", "output"),
     [
-        ("answers.close()", [], b"over\n"),  # the generator's own end
-        ("next(answers)", [signal.SIGINT], b""),
-        ("next(answers)", [signal.SIGTERM], b""),
-        ("next(answers)", [signal.SIGKILL], b""),
+        ("fork", "answers.close()", [], b"over\n"),  # the generator's own end
+        ("fork", "next(answers)", [signal.SIGINT], b""),
+        ("fork", "next(answers)", [signal.SIGTERM], b""),
+        ("fork", "next(answers)", [signal.SIGKILL], b""),
+        ("loky", "answers.close()", [], b"over\n"),
+        ("loky", "next(answers)", [signal.SIGINT], b""),
+        ("loky", "next(answers)", [signal.SIGKILL], b""),
     ],
 )
-def test_processes_end_with_who_needs_them(then, signals, output):
+def test_processes_end_with_who_needs_them(start, then, signals, output):
     """They hold a pipe that they have inherited; when the last holder is gone, it can be read to its end."""
     read, write = os.pipe()
     with subprocess.Popen(
-        [sys.executable, "-c", SLEEPS.format(then=then)],
+        [sys.executable, "-c", SLEEPS.format(start=start, then=then)],
         pass_fds=[write],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

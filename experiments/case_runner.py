@@ -1,0 +1,171 @@
+"""One case from its name to its records, here or in a process that the runner was sent to."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tabpfn.base import ModelSpecs
+
+from ..calibration.cases import Case
+from ..calibration.predicting import PRECISIONS, predict_case, rmse, train_mean_rmse
+from ..retrofit.api import Retrofit
+from ..retrofit.check import compare, synthetic_cases
+from ..retrofit.hosts import Host
+from .datasets import Dataset, load_dataset, make_case
+from .memory import peak_mb, reset_peak
+from .runs import CaseResult, host_figures
+
+
+class CaseJob(NamedTuple):
+    """A case to be run, with the records that it has already, by variant."""
+
+    dataset: str
+    seed: int
+    earlier: Mapping[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case that could not be run.
+
+    Attributes:
+        dataset: Its dataset.
+        seed: Its seed.
+        reason: Why, in one line.
+        may_pass: Whether it might run another time: there was no memory, no network or no file.
+    """
+
+    dataset: str
+    seed: int
+    reason: str
+    may_pass: bool = False
+
+
+@dataclass
+class CaseRunner:
+    """Runs one case after another: all that it needs is in it, and it can be pickled.
+
+    Attributes:
+        host: The host.
+        retrofits: Its retrofits, by label.
+        max_rows: As of `evaluate.Plan`, as are the next three.
+        precision: The same.
+        device: The same.
+        estimator: The same.
+        workers: How many cases run side by side.
+    """
+
+    host: Host
+    retrofits: Mapping[str, Retrofit]
+    max_rows: int
+    precision: str
+    device: str
+    estimator: Mapping[str, Any]
+    workers: int = 1
+    _dataset: Dataset | None = field(default=None, init=False, repr=False)
+
+    def __call__(self, job: CaseJob) -> CaseResult | Failure:
+        """The records that a case lacks, or why there are none."""
+        try:
+            dataset = self._dataset
+            if dataset is None or dataset.name != job.dataset:
+                dataset = self._dataset = load_dataset(job.dataset)
+            case = make_case(dataset, job.seed, self.max_rows, self.max_rows // 2)
+            return CaseResult(job.dataset, job.seed, self._records(case, job.earlier))
+        except Exception as error:  # whatever TabPFN or torch raise; the other cases are still worth having
+            text = str(error).strip().splitlines() or [""]
+            return Failure(job.dataset, job.seed, f"{type(error).__name__}: {text[0]}", _may_pass(error))
+
+    def warm_up(self, on_model: Callable[[], None] | None = None) -> None:
+        """Run a small table with each model: first runs load kernels, which would count as the first case's time."""
+        (case,) = synthetic_cases(1, 0, max_rows=30, max_columns=4)
+        models: list[Host | Retrofit] = [self.host, *self.retrofits.values()]
+        for made in models:
+            self._answer(made.specs, case)
+            if on_model is not None:
+                on_model()
+
+    def _records(self, case: Case, earlier: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        host = self._answer(self.host.specs, case)
+        if any(host_figures(record) != (host.rmse, host.nll) for record in earlier.values()):
+            earlier = {}  # of a machine that rounds otherwise: all records of a case are from one
+        return [
+            self._record(label, case, host, self._answer(retrofit.specs, case))
+            for label, retrofit in self.retrofits.items()
+            if label not in earlier
+        ]
+
+    def _record(self, label: str, case: Case, host: _Answer, variant: _Answer) -> dict[str, Any]:
+        record = {
+            "dataset": case.dataset,
+            "seed": case.seed,
+            "variant": label,
+            "n_train": len(case.y_train),
+            "n_test": len(case.y_test),
+            "n_columns": case.X_train.shape[1],
+            **asdict(compare(case, host.mean, variant.mean)),
+            "host_nll": host.nll,
+            "variant_nll": variant.nll,
+            "host_seconds": host.seconds,
+            "variant_seconds": variant.seconds,
+            "host_peak_mb": host.peak_mb,
+            "variant_peak_mb": variant.peak_mb,
+            "precision": self.precision,
+            "device": self.device,
+            "workers": self.workers,
+            "train_mean_rmse": train_mean_rmse(case),
+        }
+        for name, value in record.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} of {label} is not finite ({value}); the target may be too large or too small")
+        return record
+
+    def _answer(self, specs: ModelSpecs, case: Case) -> _Answer:
+        gc.collect()  # what earlier runs left would count into this one's peak
+        measuring = reset_peak(self.device)
+        start = time.perf_counter()
+        output = predict_case(
+            specs,
+            case,
+            output_type="full",
+            device=self.device,
+            inference_precision=PRECISIONS[self.precision],
+            **self.estimator,
+        )
+        seconds = time.perf_counter() - start
+        peak = peak_mb(self.device) if measuring else None
+
+        mean = np.asarray(output["mean"], dtype=np.float64)
+        y_test = torch.as_tensor(case.y_test, dtype=torch.float64)
+        nll = output["criterion"].cpu()(output["logits"].cpu().double(), y_test).mean().item()
+        error = rmse(mean, case.y_test)
+        if not np.isfinite([error, nll]).all():
+            raise ValueError(f"predictions are not finite (RMSE {error}, negative log-likelihood {nll})")
+        return _Answer(mean, error, nll, seconds, peak)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    mean: np.ndarray
+    rmse: float
+    nll: float
+    seconds: float
+    peak_mb: float | None
+
+
+def _may_pass(error: BaseException | None) -> bool:
+    """Whether a case that failed so might run another time, to go by the error and its causes."""
+    while error is not None:
+        if isinstance(error, (OSError, MemoryError)) or type(error).__module__.startswith("openml."):
+            return True
+        if "out of memory" in str(error).lower() or "allocate memory" in str(error):  # torch's and TabPFN's
+            return True
+        error = error.__cause__
+    return False
