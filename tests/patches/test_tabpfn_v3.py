@@ -220,6 +220,39 @@ def set_eps(model, eps):
             module.eps = eps
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("eps", [None, 1e-3, 0.0])
+def test_norms_read_their_carrier(tiny_host, eps, dtype):
+    """Each reading of a norm by its formula, with a weight that is not 1; exactly 0 at a null, also without eps."""
+    _, patched, taus = patched_pair(tiny_host, "full-o")
+    set_eps(patched, eps)
+    x = tokens(2, 6, 32).to(dtype)
+    null, exact = (x == 0).all(-1), x.double()
+    wide = torch.promote_types(dtype, torch.float32)
+    # A mean of 32 squares and a few steps more; half precision rounds the normed value, and its product with the gate.
+    rtol = 40 * torch.finfo(wide).eps + (dtype != wide) * 1.5 * torch.finfo(dtype).eps
+    for name, gated in (("icl_blocks.0.layernorm", False), ("output_norm", True)):
+        norm = patched.get_submodule(name)
+        norm.weight.data = torch.linspace(0.5, 2, 32, dtype=torch.float64).to(dtype)
+        mean = exact.square().mean(-1, keepdim=True) + (torch.finfo(wide).eps if eps is None else eps)
+        p = p_of(exact, taus[name])
+        normed = (exact * mean.rsqrt() * norm.weight.double() * (p[..., None] if gated else 1)).nan_to_num(0)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                n, p_read = norm.read(x.clone())
+                others = [norm(x.clone())] if gated else [norm.read_both(x.clone()), norm.read_source(x.clone())]
+            for out in (n, *others) if gated else (n, *(other[0] for other in others)):
+                assert out.dtype == dtype
+                torch.testing.assert_close(out.double(), normed, rtol=rtol, atol=0)
+                assert not out[null].any()
+            torch.testing.assert_close(p_read.double(), p, rtol=40 * torch.finfo(wide).eps, atol=0)
+            for other in () if gated else others:
+                # log p is off by what p is, relative to p: 1 / |log p| is at most 10 here.
+                torch.testing.assert_close(other[-1].double(), p.log(), rtol=400 * torch.finfo(wide).eps, atol=0)
+            if not gated:
+                assert torch.equal(others[0][1], p_read)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_norms_that_divide_by_zero_at_a_null(tiny_host, kind):
     """Norms without eps, against the formula with an eps that no live token notices: outputs and gradients.

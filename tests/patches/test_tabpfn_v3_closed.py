@@ -223,6 +223,12 @@ def test_padding_is_inert_behind_norms_that_divide_by_zero(models):
             module.eps = 0.0
     expected = [alone(model, table) for table in tables]
     assert deviation(together(model, batch), expected) < CLOSE
+    train = Structure(batch.structure.rows_BR[:, : len(batch.y)], batch.structure.columns_BC)
+    with torch.no_grad():
+        _, cache = model(batch.x[: len(batch.y)], batch.y, return_kv_cache=True, structure=train)
+    for kept in cache.kv.values():
+        assert kept.key[train.rows_BR].any(-1).all()
+        assert not kept.key[~train.rows_BR].any() and not kept.value[~train.rows_BR].any()
     model.train()
     x = batch.x.clone().requires_grad_()
     logits = split(model(x, batch.y, structure=batch.structure), batch)
