@@ -424,6 +424,37 @@ def test_null_rows_and_columns_are_zero_at_every_boundary(models):
     assert not out["test_embeddings"].transpose(0, 1)[~rows_BR[:, N:]].any()
 
 
+def test_nulls_change_no_bit_of_attention(models):
+    """On a CPU in float32: not of the sums of the kernel, nor of the support that scales queries."""
+    rng, g = np.random.default_rng(5), torch.Generator().manual_seed(5)
+    receivers, sources = 37, 301
+    q, k, v = (torch.randn(2, size, 4, 8, generator=g) for size in (receivers, sources, sources))
+    p, log_p = torch.rand(2, receivers, generator=g), torch.rand(2, sources, generator=g).log()
+    out, gate = o._attend(q, k, v, p, log_p)
+    layer = copy.deepcopy(models().gated).float().icl_blocks[0].icl_attention.softmax_scaling_layer
+    assert type(layer) is o.OSoftmaxScalingMLP
+    # Many supports of about 3, of which a sum in float32 would give some another last bit.
+    few, supports = torch.randn(100, 1, 4, 8, generator=g), (torch.rand(100, 40, generator=g) * 0.15).log()
+    scaled = layer(few, supports)
+
+    def among(x, at, size, null):
+        longer = torch.full((len(x), size, *x.shape[2:]), null)
+        longer[:, at] = x
+        return longer
+
+    for more_receivers, more_sources in ((3, 0), (0, 1), (0, 40), (5, 99), (1, 1000)):
+        S, J = receivers + more_receivers, sources + more_sources
+        at_S, at_J = (np.sort(rng.choice(*part, replace=False)) for part in ((S, receivers), (J, sources)))
+        keys = among(k, at_J, J, 3.0), among(v, at_J, J, -2.0)
+        long_p, long_log_p = among(p, at_S, S, 0.0), among(log_p, at_J, J, -math.inf)
+        long_out, long_gate = o._attend(among(q, at_S, S, 1.0), *keys, long_p, long_log_p)
+        assert torch.equal(long_out[:, at_S], out)
+        assert torch.equal(long_gate[:, at_S], gate)
+        assert long_gate.count_nonzero() == gate.count_nonzero()
+        at = np.sort(rng.choice(40 + more_sources, 40, replace=False))
+        assert torch.equal(layer(few, among(supports, at, 40 + more_sources, -math.inf)), scaled)
+
+
 # ---- The ways a model is run ----------------------------------------------------------------------
 
 
