@@ -334,6 +334,8 @@ def test_one_target_for_all_tables(models):
     expected = together(model, batch._replace(y=y[:, None].expand(-1, B)))
     assert deviation(together(model, batch._replace(y=y)), expected) < CLOSE
     assert deviation(together(model, batch._replace(y=y[:, None, None].expand(-1, B, 1))), expected) < CLOSE
+    named = batch._replace(x={"main": batch.x}, y={"main": y})  # as the host takes them, too
+    assert deviation(together(model, named), expected) < CLOSE
     with torch.no_grad():
         x = torch.nan_to_num(batch.x.clamp(-3, 3))
         torch.testing.assert_close(model(x, y), model(x, y[:, None].expand(-1, B)), rtol=CLOSE, atol=CLOSE)
@@ -382,6 +384,17 @@ def test_structure_may_name_rows_or_columns_only(models):
         given = Structure(rows if room[0] else None, columns if room[2] else None)
         assert deviation(together(model, batch._replace(structure=given)), [alone(model, table)]) < CLOSE
     assert deviation(together(model, batch._replace(structure=None)), [alone(model, table)]) < CLOSE
+
+
+def test_live_columns_keep_their_order():
+    """Also among so many columns that a sort that may change it does: they are grouped and rotated by it."""
+    columns_BC = torch.tensor(np.random.default_rng(0).random((2, 200)) < 0.5)
+    x = torch.arange(200.0).expand(3, 2, -1)
+    packed, exists = with_structure(x, None, Structure(columns_BC=columns_BC))[0].chunk(2, dim=-1)
+    for b, live in enumerate(columns_BC):
+        at, count = live.nonzero()[:, 0].tolist(), int(live.sum())
+        assert packed[:, b, :count].tolist() == 3 * [at]
+        assert exists[:, b].tolist() == 3 * [count * [1.0] + (200 - count) * [0.0]]
 
 
 # ---- NULL is zero, from the door to the readout ---------------------------------------------------
