@@ -25,6 +25,7 @@ from oretrofit.patches import (
     ostandardize,
     presence,
 )
+from oretrofit.patches.operators import support_moments
 
 HALVES = [torch.float16, torch.bfloat16]
 FULLS = [torch.float32, torch.float64]
@@ -201,7 +202,10 @@ def calls(draw, max_decade=30):
     value_width = draw(st.sampled_from([width, value_width]))
     heads = kv_heads * group
     masks = st.sampled_from(
-        [(batch, heads, receivers, sources), (batch, 1, 1, sources), (1, heads, receivers, 1), (receivers, sources)]
+        [
+            *((batch, heads, receivers, sources), (batch, 1, 1, sources), (1, heads, receivers, 1)),
+            *((receivers, sources), (sources,)),
+        ]
     )
     visible = additive = None
     if draw(st.booleans()):
@@ -409,6 +413,19 @@ def test_oattention_on_each_device(device, dtype, eps_den):
     assert torch.all(out[(expected == 0).to(device)] == 0)
 
 
+@pytest.mark.parametrize("eps_den", EPS_DEN)
+@pytest.mark.parametrize("kept", HALVES)
+def test_keys_and_values_kept_in_half_precision(kept, eps_den):
+    """Beside queries in float32: the result is in the queries' dtype and precision."""
+    call = fixed_call(eps_den=eps_den).rounded(torch.float32)
+    k, v = call.k.to(kept), call.v.to(kept)
+    call = replace(call, k=k.double(), v=v.double())
+    p_i, log_p_j = presence(call.h_i.float(), call.tau), log_presence(call.h_j.float(), call.tau)
+    out = oattention(call.q.float(), k, v, presence_BS=p_i, log_presence_BJ=log_p_j, **call.options())
+    assert out.dtype == torch.float32
+    assert max_error(out, call.loop()) <= call.rounding(torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -424,8 +441,9 @@ def test_oattention_refuses():
     call = fixed_call(heads=3, kv_heads=2)
     with pytest.raises(ValueError, match="3 query heads"):
         call.run(torch.float32)
-    with pytest.raises(ValueError, match="eps_den"):
-        fixed_call(eps_den=-1e-9).run(torch.float32)
+    for eps_den in (-1e-9, math.inf, math.nan):
+        with pytest.raises(ValueError, match="eps_den"):
+            fixed_call(eps_den=eps_den).run(torch.float32)
     with pytest.raises(ValueError, match="num_heads"):
         OAttention(10, 3, tau=1.0)
     h = torch.ones(1, 2, 4)
@@ -658,6 +676,20 @@ def test_ostandardize_without_mass_and_in_half_precision(dtype):
     # Rounded once to dtype; computed in float32, where 300 is rounded by 300 eps beside a deviation of ~5.
     bound = eps_of(dtype) * 2 + 300 * eps_of(torch.float32)
     np.testing.assert_allclose(as_array(out[0]), expected, rtol=0, atol=bound)
+
+
+def test_support_moments_by_hand():
+    """Without mass, or with no more than the correction, sums are divided by 1."""
+    x = torch.tensor([[1.0, 1.0], [3.0, 7.0]])
+    for p, correction, expected in (
+        ([[1.0, 0.5], [1.0, 1.0]], 0.0, ([2.0, 1.5], [2.0, 5.0], [1.0, 8.0])),
+        ([[1.0, 0.5], [1.0, 1.0]], 1.0, ([2.0, 1.5], [2.0, 5.0], [2.0, 24.0])),
+        ([[0.25, 0.5], [0.25, 0.5]], 1.0, ([0.5, 1.0], [2.0, 4.0], [0.5, 9.0])),
+        ([[0.0, 0.0], [0.0, 1.0]], 0.0, ([0.0, 1.0], [0.0, 7.0], [0.0, 0.0])),
+    ):
+        for found, row in zip(support_moments(x, torch.tensor(p), 0, correction), expected, strict=True):
+            # A handful of operations on numbers below 24; a share of 1/3 is rounded.
+            torch.testing.assert_close(found, torch.tensor([row]), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-5])

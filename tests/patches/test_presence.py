@@ -281,10 +281,20 @@ def test_what_is_not_owned_is_not_written_to():
     assert y.isnan().all()
     assert zero_at(p > 1, y) is y  # no null, no pass
     assert zero_at(p == 0, y, own=True) is y and torch.all(y[0] == 0)
+    # Nulls of one dim for tokens of two, and a y that tokens share: owned or not.
+    heads, shared = torch.ones(2, 4, 3), torch.ones(3)
+    zero_at((p == 0)[:, None], heads)
+    assert torch.equal(zero_at(p == 0, shared, own=True), torch.tensor([[0.0], [1.0]]).expand(2, 3))
+    assert torch.all(heads == 1) and torch.all(shared == 1)
     # Where a gradient is recorded, what made y may need it as it was.
-    x = torch.ones(2, 3, requires_grad=True)
-    zero_at(p == 0, x.sqrt(), own=True).sum().backward()
-    assert torch.equal(x.grad, torch.tensor([[0.0], [0.5]]).expand(2, 3))
+    for function, slopes in (
+        (lambda y: zero_at(p == 0, y, own=True), [[0.0], [0.5]]),
+        (lambda y: gate_(p, y), [[0.0], [0.25]]),
+        (lambda y: gate_(p + 0.5, y), [[0.25], [0.5]]),
+    ):
+        x = torch.ones(2, 3, requires_grad=True)
+        function(x.sqrt()).sum().backward()
+        assert torch.equal(x.grad, torch.tensor(slopes).expand(2, 3))
 
 
 def test_selection_without_a_look_at_values():
@@ -293,7 +303,7 @@ def test_selection_without_a_look_at_values():
     y[p == 0] = math.nan
 
     def run(p, h, y):
-        return gate(p, y), add_gated(h, p, y, own=True), zero_at(p == 0, y)
+        return gate(p, y), add_gated(h, p, y, own=True), zero_at(p == 0, y), tame(p.unsqueeze(-1) * h, 0.5)
 
     expected = run(p, h, y.clone())
     assert not any(out.isnan().any() for out in expected)
@@ -327,6 +337,7 @@ def test_tame(function, dtype):
     assert tame(live, 0.3) is live
     h.requires_grad_()
     out = tame(h, 0.3)
+    assert out.dtype == dtype
     assert torch.equal(out[[0, 2]], h[[0, 2]])
     assert function(out).isfinite().all()
     (grad,) = torch.autograd.grad(zero_at(presence(h, 0.3) == 0, function(out)).sum(), h)

@@ -117,12 +117,12 @@ def test_block_is_its_formula(tiny_host, kind, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kv_heads", KV_HEADS)
-@pytest.mark.parametrize("n", [N, 9])
-def test_row_block_with_shared_key_value_heads(make_host, kv_heads, variant, n):
+@pytest.mark.parametrize(("n", "rows"), [(N, 9), (9, 9), (34, 37)])
+def test_row_block_with_shared_key_value_heads(make_host, kv_heads, variant, n, rows):
     host, patched, taus = patched_pair(
         make_host(icl_num_kv_heads=kv_heads[0], icl_num_kv_heads_test=kv_heads[1]), variant
     )
-    x = tokens(2, 9, 32)
+    x = tokens(2, rows, 32)
     with torch.no_grad():
         out, entry = patched.icl_blocks[1](x, n)
         built, kept = patched.icl_blocks[1](x, n, return_kv=True)
@@ -135,6 +135,10 @@ def test_row_block_with_shared_key_value_heads(make_host, kv_heads, variant, n):
     torch.testing.assert_close(cached, expected[:, n:], **EXACT)
     p = p_of(x[:, :n], taus["icl_blocks.1.layernorm"])
     torch.testing.assert_close(kept.log_presence.exp(), p, rtol=1e-12, atol=0)
+    # Recorded gradients stay out of a cache, and so do heads that no test row uses.
+    _, kept = patched.icl_blocks[1](x, n, return_kv=True)
+    assert not any(part.requires_grad for part in (kept.key, kept.value, kept.log_presence))
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in (kept.key, kept.value))
 
 
 @pytest.mark.parametrize("factor", [1, 3, 100])
@@ -218,6 +222,44 @@ def set_eps(model, eps):
     for module in model.modules():
         if isinstance(module, torch.nn.RMSNorm):
             module.eps = eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("eps", [None, 1e-3, 0.0])
+@pytest.mark.parametrize("weight", [None, "of the tokens' dtype", "in float32"])
+def test_norms_read_their_carrier(tiny_host, weight, eps, dtype):
+    """Each reading of a norm by its formula; exactly 0 at a null, also without eps."""
+    _, patched, taus = patched_pair(tiny_host, "full-o")
+    set_eps(patched, eps)
+    x = tokens(2, 6, 32)
+    x[0, 0] *= 1e-5  # short, but live
+    x = x.to(dtype)
+    null, exact = (x == 0).all(-1), x.double()
+    wide = torch.promote_types(dtype, torch.float32)
+    factors = torch.linspace(0.5, 2, 32).to(torch.float32 if weight == "in float32" else dtype)
+    mean = exact.square().mean(-1, keepdim=True) + (torch.finfo(wide).eps if eps is None else eps)
+    expected = (exact * mean.rsqrt()).nan_to_num(0) * (1 if weight is None else factors.to(dtype).double())
+    # A mean of 32 squares and a few steps more; half precision rounds the normed value, and its product with the gate.
+    rtol = 40 * torch.finfo(wide).eps
+    close = {"rtol": rtol + (dtype != wide) * 1.5 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).smallest_normal}
+    for name, gated in (("icl_blocks.0.layernorm", False), ("output_norm", True)):
+        norm, p = patched.get_submodule(name), p_of(exact, taus[name])
+        norm.weight = None if weight is None else torch.nn.Parameter(factors)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                normed, p_read = norm.read(x.clone())
+                both, source = (None, None) if gated else (norm.read_both(x.clone()), norm.read_source(x.clone()))
+                outs = [normed, norm(x.clone())] if gated else [normed, both[0], source[0]]
+            for out in outs:
+                assert out.dtype == dtype
+                torch.testing.assert_close(out.double(), expected * (p[..., None] if gated else 1), **close)
+                assert not out[null].any()
+            torch.testing.assert_close(p_read.double(), p, rtol=rtol, atol=0)
+            if not gated:
+                assert torch.equal(both[1], p_read)
+                for log_p in (both[2], source[1]):
+                    # Off by what p is, relatively to p; |log p| is at least 0.1 here.
+                    torch.testing.assert_close(log_p.double(), p.log(), rtol=10 * rtol, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -417,7 +459,8 @@ def test_presence_stays_beside_keys_and_values(caches, dtype):
     # A quantized number is off by 1/254 of the largest of its tensor (int8) or 1/16 of itself (float8); averages
     # of such numbers are off by less.
     atol = {None: 1e-10, torch.int8: 1 / 254, torch.float8_e4m3fn: 1 / 16}[dtype] * plain.abs().max()
-    for made in (cache, cache.to("cpu"), joined, joined.to("cpu"), copy.deepcopy(cache)):
+    single = o.OTabPFNV3Cache.concatenate([copy.deepcopy(cache)])
+    for made in (cache, cache.to("cpu"), joined, joined.to("cpu"), single, copy.deepcopy(cache)):
         assert entry_types(made) == {o.OTabPFNV3Cache, entry}
         assert made.train_shape == (2, N)
         for log_p, expected in zip(presences(made), kept, strict=True):

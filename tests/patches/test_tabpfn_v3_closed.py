@@ -224,6 +224,12 @@ def test_padding_is_inert_behind_norms_that_divide_by_zero(models):
             module.eps = 0.0
     expected = [alone(model, table) for table in tables]
     assert deviation(together(model, batch), expected) < CLOSE
+    train = Structure(batch.structure.rows_BR[:, : len(batch.y)], batch.structure.columns_BC)
+    with torch.no_grad():
+        _, cache = model(batch.x[: len(batch.y)], batch.y, return_kv_cache=True, structure=train)
+    for kept in cache.kv.values():
+        assert kept.key[train.rows_BR].any(-1).all()
+        assert not kept.key[~train.rows_BR].any() and not kept.value[~train.rows_BR].any()
     model.train()
     x = batch.x.clone().requires_grad_()
     logits = split(model(x, batch.y, structure=batch.structure), batch)
@@ -329,6 +335,8 @@ def test_one_target_for_all_tables(models):
     expected = together(model, batch._replace(y=y[:, None].expand(-1, B)))
     assert deviation(together(model, batch._replace(y=y)), expected) < CLOSE
     assert deviation(together(model, batch._replace(y=y[:, None, None].expand(-1, B, 1))), expected) < CLOSE
+    named = batch._replace(x={"main": batch.x}, y={"main": y})  # as the host takes them, too
+    assert deviation(together(model, named), expected) < CLOSE
     with torch.no_grad():
         x = torch.nan_to_num(batch.x.clamp(-3, 3))
         torch.testing.assert_close(model(x, y), model(x, y[:, None].expand(-1, B)), rtol=CLOSE, atol=CLOSE)
@@ -379,6 +387,17 @@ def test_structure_may_name_rows_or_columns_only(models):
     assert deviation(together(model, batch._replace(structure=None)), [alone(model, table)]) < CLOSE
 
 
+def test_live_columns_keep_their_order():
+    """Also among so many columns that a sort that may change it does: they are grouped and rotated by it."""
+    columns_BC = torch.tensor(np.random.default_rng(0).random((2, 200)) < 0.5)
+    x = torch.arange(200.0).expand(3, 2, -1)
+    packed, exists = with_structure(x, None, Structure(columns_BC=columns_BC))[0].chunk(2, dim=-1)
+    for b, live in enumerate(columns_BC):
+        at, count = live.nonzero()[:, 0].tolist(), int(live.sum())
+        assert packed[:, b, :count].tolist() == 3 * [at]
+        assert exists[:, b].tolist() == 3 * [count * [1.0] + (200 - count) * [0.0]]
+
+
 # ---- NULL is zero, from the door to the readout ---------------------------------------------------
 
 
@@ -417,6 +436,37 @@ def test_null_rows_and_columns_are_zero_at_every_boundary(models):
     assert {name: len(values) for name, values in seen.items()} == dict.fromkeys(names, 2) | {"x_embed": 1}
     assert not out["train_embeddings"].transpose(0, 1)[~rows_BR[:, :N]].any()
     assert not out["test_embeddings"].transpose(0, 1)[~rows_BR[:, N:]].any()
+
+
+def test_nulls_change_no_bit_of_attention(models):
+    """On a CPU in float32: not of the sums of the kernel, nor of the support that scales queries."""
+    rng, g = np.random.default_rng(5), torch.Generator().manual_seed(5)
+    receivers, sources = 37, 301
+    q, k, v = (torch.randn(2, size, 4, 8, generator=g) for size in (receivers, sources, sources))
+    p, log_p = torch.rand(2, receivers, generator=g), torch.rand(2, sources, generator=g).log()
+    out, gate = o._attend(q, k, v, p, log_p)
+    layer = copy.deepcopy(models().gated).float().icl_blocks[0].icl_attention.softmax_scaling_layer
+    assert type(layer) is o.OSoftmaxScalingMLP
+    # Many supports of about 3, of which a sum in float32 would give some another last bit.
+    few, supports = torch.randn(100, 1, 4, 8, generator=g), (torch.rand(100, 40, generator=g) * 0.15).log()
+    scaled = layer(few, supports)
+
+    def among(x, at, size, null):
+        longer = torch.full((len(x), size, *x.shape[2:]), null)
+        longer[:, at] = x
+        return longer
+
+    for more_receivers, more_sources in ((3, 0), (0, 1), (0, 40), (5, 99), (1, 1000)):
+        S, J = receivers + more_receivers, sources + more_sources
+        at_S, at_J = (np.sort(rng.choice(*part, replace=False)) for part in ((S, receivers), (J, sources)))
+        keys = among(k, at_J, J, 3.0), among(v, at_J, J, -2.0)
+        long_p, long_log_p = among(p, at_S, S, 0.0), among(log_p, at_J, J, -math.inf)
+        long_out, long_gate = o._attend(among(q, at_S, S, 1.0), *keys, long_p, long_log_p)
+        assert torch.equal(long_out[:, at_S], out)
+        assert torch.equal(long_gate[:, at_S], gate)
+        assert long_gate.count_nonzero() == gate.count_nonzero()
+        at = np.sort(rng.choice(40 + more_sources, 40, replace=False))
+        assert torch.equal(layer(few, among(supports, at, 40 + more_sources, -math.inf)), scaled)
 
 
 # ---- The ways a model is run ----------------------------------------------------------------------
