@@ -13,16 +13,17 @@ import itertools
 import lzma
 import re
 import zipfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from . import notations
 from .columns import MISSING, Table
 
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", "|": "bars", ",": "commas"}
 _SAMPLE = 100_000  # characters from which the separator is seen
-_DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*\d,\d+", re.ASCII)
 
 
 def read_table(path: Path, group: Hashable | None = None) -> Table:
@@ -156,8 +157,35 @@ def _read_csv(name: str, content: bytes, group: Hashable | None) -> Table:
         notes.append(f"{name}: each row begins with a name, such as {index[0]!r}, for which the header has none")
     if separator != "," and not (separator == "\t" and ".tsv" in name.lower()):
         notes.append(f"{name} has {_SEPARATORS[separator]} between cells")
-    comma = separator == ";" and any(_DECIMAL_COMMA.fullmatch(cell) for cells in columns for cell in set(cells))
-    return Table(name, frame, comma, notes)
+    return Table(name, frame, _decimal_comma(columns, separator), separator, notes)
+
+
+def _decimal_comma(columns: Sequence[tuple[str, ...]], separator: str) -> int:
+    """Whether numbers are written 1.234,5, as `Table` has it.
+
+    A column like 12,345 may be either, and is what a column that can be only one of the two shows.
+    """
+    shown, either, points = 0, False, False
+    for cells in columns:
+        distinct = [cell for cell in dict.fromkeys(cells) if cell.strip() and cell not in MISSING]
+        if not any("," in cell or "." in cell for cell in distinct):
+            continue
+        thousands = ~np.isnan(notations.thousands(distinct))
+        decimal = ~np.isnan(notations.decimal_comma(distinct))
+        if max(thousands.sum(), decimal.sum()) < 0.9 * len(distinct):
+            continue  # text
+        comma = np.array(["," in cell for cell in distinct])
+        either = either or bool(comma.any())
+        points = points or bool((thousands & ~decimal & ~comma).any())
+        if decimal.sum() > thousands.sum():
+            shown += 1
+        elif (thousands & ~decimal & comma).any():
+            shown -= 1
+    if shown:
+        return 2 if shown > 0 else -2
+    if either:
+        return 1 if separator == ";" else -1
+    return -2 if points else 0
 
 
 def _cells(cells: tuple[str, ...], names_group: bool) -> list[str | None]:

@@ -369,9 +369,36 @@ def test_decimal_commas_of_a_whole_file() -> None:
         (["48.85", "2.5"], [48.85, 2.5], None),
         (["0.125", "0.250"], [0.125, 0.25], None),
     ):
-        found = of_text(cells, cells, decimal_comma=True)
+        found = of_text(cells, cells, decimal_comma=1)
         assert found.frames[0]["x"].tolist() == values
         assert found.notes[:1] == ([f"train: column 'x': {note}"] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("written", "cells", "values"),
+    [
+        # one separator: what one of the two shows holds for both
+        ([(2, ";"), (1, ";")], (["12,345"], ["1.234"]), [12.345, 1234]),
+        ([(-2, ";"), (1, ";")], (["12,345"], ["1,234"]), [12345, 1234]),
+        ([(2, "\t"), (-1, "\t")], (["12,345"], ["1,234"]), [12.345, 1.234]),
+        ([(0, "\t"), (2, "\t")], (["12.345"], ["1,234"]), [12345, 1.234]),
+        # two: each by itself
+        ([(2, ";"), (-2, ",")], (["12,345"], ["1.234"]), [12.345, 1.234]),
+        ([(2, ";"), (0, ",")], (["12,345", "?"], ["1.234", "?"]), [12.345, np.nan, 1.234, np.nan]),
+        ([(0, ","), (2, ";")], (["12.345", None], ["1.234", "0,5"]), [12.345, np.nan, 1234, 0.5]),
+        ([(2, ";"), (-2, ",")], (["True"], ["False"]), [1, 0]),
+    ],
+)
+def test_files_that_are_written_differently(
+    written: list[tuple[int, str]], cells: tuple[list[str], ...], values: list[float]
+) -> None:
+    tables = [
+        Table(name, pd.DataFrame({"x": pd.Series(column, dtype=object)}), comma, separator)
+        for name, column, (comma, separator) in zip(("train", "test"), cells, written, strict=True)
+    ]
+    found = read_columns(tables, ["x"])
+    assert found.kinds == {"x": "numbers"} and found.faults == []
+    np.testing.assert_array_equal(pd.concat([frame["x"].astype(float) for frame in found.frames]), values)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +420,8 @@ def test_months_are_not_any_two_numbers() -> None:
 @pytest.mark.parametrize(
     "cell",
     "31/12/2024|12/31/2024|31.12.2024|2024/12/31|2024.12.31|31-12-2024|12/31/24|5 May 2024|5-May-24|May 5, 2024|"
-    "Dec 2024|Monday, 5 May 2024|2024-W05|2024 Q1|Q1 2024|31/12/2024 08:15".split("|"),
+    "Dec 2024|Monday, 5 May 2024|2024-W05|2024 Q1|Q1 2024|31/12/2024 08:15|31.12.24|31-12-24|12/2024|"
+    "2024-12-31 08:15 UTC|2024-12-31t08:15:00z|2024-12-31 08:15 AM|2024-12-31, 08:15|2024-12-31 (Tue)".split("|"),
 )
 def test_dates_in_another_notation_are_refused(cell: str) -> None:
     for train, test in (([None, cell], [cell]), (["2024-12-31"], [cell]), ([None, cell], ["2024-12-31"])):
@@ -405,8 +433,14 @@ def test_dates_in_another_notation_are_refused(cell: str) -> None:
             assert [(fault.table, fault.row) for fault in found.faults] == [(1, 0)] and cell in found.faults[0].reason
 
 
+def test_dates_in_two_notations_are_refused() -> None:
+    cells = ["2024-12-31", "31/12/2024", "2024-12-30", None]
+    with pytest.raises(ValueError, match=r"train: column 'x': '31/12/2024' \(row 2\) looks like a date"):
+        of_text(cells, cells[:1])
+
+
 def test_text_that_only_looks_a_little_like_dates() -> None:
-    for cell in ("1.2.10", "10.0.0.1", "3/4", "May", "mayor 12", "12-05", "A-2024"):
+    for cell in ("1.2.10", "10.0.0.1", "3/4", "May", "mayor 12", "12-05", "A-2024", "32.12.24", "2024-12-31-001"):
         assert of_text([cell, "b"], [cell]).kinds == {"x": "categories"}
 
 
@@ -457,6 +491,31 @@ def test_words_that_both_know_are_categories() -> None:
     assert found.kinds == {"x": "categories"}
     assert found.frames[1]["x"].tolist() == ["=1", "=3A"]  # so that TabPFN takes no group's for numbers
     assert found.notes == ["train: column 'x' is read as categories, since '3A' (row 21) is no number"]
+
+
+@pytest.mark.parametrize("cell", ["12%", "$3,400", "7 kg", "1_000", "0x1F", "1'000", "30:15:00", "1:30 PM", "-5 C"])
+def test_numbers_with_something_around_them_are_said_to_be_categories(cell: str) -> None:
+    found = of_text(["b", cell, None, cell], [cell])
+    assert found.kinds == {"x": "categories"}
+    assert found.notes == [
+        f"train: column 'x' is read as categories, since {cell!r} (row 2) is neither number nor date"
+    ]
+    assert of_text(["b", "c", cell], [cell]).notes == []  # less than half
+
+
+def test_blanks_around_cells_count_for_nothing() -> None:
+    for train, test, kind in (
+        ([" 2024-01-01", "2024-01-02 "], [" 2024-01-03 "], "dates"),
+        ([" 08:15", "1 days "], [" 8:15 "], "numbers"),
+        ([" 1", " NA", "2 ", "nan "], [" NA", " 3"], "numbers"),
+    ):
+        found = of_text(train, test)
+        bare = of_text([cell.strip() for cell in train], [cell.strip() for cell in test])
+        assert found.kinds == bare.kinds == {"x": kind} and found.faults == []
+        for one, other in zip(found.frames, bare.frames, strict=True):
+            pd.testing.assert_frame_equal(one, other)
+    blank = read_target(Table("t", pd.DataFrame({"y": ["1", " NA"]})), "y")
+    assert np.isnan(blank.y[1]) and not blank.not_numeric.any()
 
 
 def test_categories_that_train_has_not_are_said() -> None:

@@ -142,11 +142,26 @@ def test_what_is_said_of_separators(tmp_path: Path) -> None:
     assert read(tmp_path, "a\tb\n1\t2\n", "t.tsv").notes == read(tmp_path, "a,b\n1,2\n").notes == []
 
 
-@pytest.mark.parametrize("content", ["a;b\n1,5;2\n", "a;b\n1.234,5;2\n", "a;b\nx;-0,5\n"])
-def test_decimal_commas_are_noticed(tmp_path: Path, content: str) -> None:
-    assert read(tmp_path, content).decimal_comma
-    assert not read(tmp_path, "a;b\n1.5;2\n").decimal_comma
-    assert not read(tmp_path, 'a,b\n"1,5",2\n').decimal_comma
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a;b\n1,5;2\n", 2),
+        ("a;b\n1.234,5;2\n", 2),
+        ("a;b\nx;-0,5\n", 2),
+        ("a\tb\n1,5\t12,345\n", 2),
+        ('a,b\n"1,5","12,345"\n', 2),
+        ("a;b\n1,234.5;12,345\n", -2),
+        ("a;b\n1,234,567;12,345\n", -2),
+        ("a;b\n1.5;2\n", -2),
+        ("a;b\n12,345;1.5\n", 1),  # semicolons are used where commas are for decimals
+        ("a\tb\n12,345\t2\n", -1),
+        ("a;b\n1,5;1,234.5\n12,345;2\n", 1),  # both are shown
+        ("a;b\n1;x, y\n2;3,5 kg\n", 0),
+        ("a;b\n12.345;2\n", 0),
+    ],
+)
+def test_decimal_commas_are_noticed(tmp_path: Path, content: str, expected: int) -> None:
+    assert read(tmp_path, content).decimal_comma == expected
 
 
 def zipped(content: bytes, names: tuple[str, ...] = ("t.csv",)) -> bytes:
