@@ -126,7 +126,8 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
     from .long_table import read_groups
     from .ragged.groups import check_groups, predict_long
 
-    features = check_groups(train.frame, test.frame, target=options.target, by=by)
+    names = (train.name, test.name)
+    features = check_groups(train.frame, test.frame, target=options.target, by=by, names=names)
     too_few = options.too_few or ("nan" if options.on_error == "skip" else "error")
     skip = options.on_error == "skip"
     table = read_groups(
