@@ -202,7 +202,7 @@ def pretrain(
             for step, loss in train(PretrainSettings(steps=steps, seed=seed), out):
                 progress.update(task, completed=step, description=f"Training, loss {loss:.3f}")
     except KeyboardInterrupt as stop:
-        terminal.interrupted(stop, f"Interrupted. The last state is in {out}; the same command again resumes there.")
+        terminal.interrupted(stop, f"The last state is in {out}; the same command again resumes there.")
     console.print(f"The host and its loss curve are in {out}.", soft_wrap=True)
 
 

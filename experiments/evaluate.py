@@ -49,6 +49,7 @@ from ..retrofit.api import Retrofit, RetrofitError, calibrate, load, patch
 from ..retrofit.check import compare, synthetic_cases
 from ..retrofit.files import replacing
 from ..retrofit.hosts import Host
+from ..retrofit.options import without_advice
 from .datasets import load_dataset, make_case, split_spec
 from .memory import peak_mb, reset_peak
 from .runs import CaseResult, Run, host_figures
@@ -248,7 +249,8 @@ def evaluate(
                 found = CaseResult(name, seed, _run_case(plan, retrofits, case, records))
             except Exception as error:  # whatever TabPFN or torch raise; the other cases are still worth having
                 text = str(error).strip().splitlines() or [""]
-                failures.append(Failure(name, seed, f"{type(error).__name__}: {text[0]}", _may_pass(error)))
+                reason = without_advice(f"{type(error).__name__}: {text[0]}")
+                failures.append(Failure(name, seed, reason, _may_pass(error)))
                 if on_failure is not None:
                     on_failure(failures[-1])
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -180,6 +181,12 @@ def unwritten(files: Mapping[Path | None, Callable[[Path], None]], safe: str = "
 def what_failed(error: OSError) -> str:
     """The file and the reason, in a line."""
     return f"{error.filename}: {error.strerror or error}" if error.filename else error.strerror or str(error)
+
+
+def without_advice(text: str) -> str:
+    """What TabPFN says, without the advice to set a parameter that no command has."""
+    text = re.sub(r"\s*Set `ignore_pretraining_limits=True`\s*to override this\s*error!", "", text)
+    return re.sub(r"\s+or\s+set ignore_pretraining_limits=True", "", text)
 
 
 def check_positive(**numbers: int) -> None:
