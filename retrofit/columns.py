@@ -25,6 +25,12 @@ MISSING = frozenset(
 # A column of the first table is still one of numbers, or dates, if at most this share of its cells are words.
 _FEW = 0.1
 
+# Of float32, in which a model sees its columns.
+_LARGEST = float(np.finfo(np.float32).max)
+
+# Between which the spread of a target must lie: TabPFN adds 1e-20 to its standard deviation, and squares it in float64.
+_SPREAD = (1e-16, 1e150)
+
 # A way to read distinct cells of text; NaN or NaT where a cell is not written so.
 _Notation = Callable[[Sequence[str]], Any]
 
@@ -112,7 +118,7 @@ def read_columns(tables: Sequence[Table], names: Iterable[Hashable]) -> Columns:
 def read_target(table: Table, name: Hashable) -> Target:
     """Read a column of numbers to predict: no truth values, times, dates or categories.
 
-    Raises `ValueError` for a column of a type that `read_columns` refuses.
+    Raises `ValueError` for a column of a type that `read_columns` refuses, and for numbers that TabPFN could not scale.
     """
     values = table.frame[name].reset_index(drop=True)
     side = typed(values, table.place(name))
@@ -125,6 +131,14 @@ def read_target(table: Table, name: Hashable) -> Target:
         notation = max(_number_notations(table, [table]), key=lambda notation: text.count(0, notation))
         y = text.read(0, notation)
         notes = text.notes_on(notation, 0, table.place(name))
+    finite = y[np.isfinite(y)]
+    with np.errstate(over="ignore"):
+        spread = np.ptp(finite) if len(finite) else 0.0
+    if spread and not _SPREAD[0] < spread < _SPREAD[1]:
+        raise ValueError(
+            f"{table.place(name)} is a target from {finite.min():g} to {finite.max():g}, which TabPFN cannot scale: "
+            "give it in another unit"
+        )
     return Target(y.to_numpy(), (y.isna() & ~missing).to_numpy(), notes)
 
 
@@ -251,7 +265,7 @@ class _Column:
             self._typed([side.values for side in self.sides])
 
     def _typed(self, values: list[pd.Series]) -> None:
-        """Numbers or dates: infinite ones are faults, and clocks are set by the first that there is."""
+        """Numbers or dates: what a model cannot hold is a fault, and clocks are set by the first that there is."""
         if self.kind == "dates":
             zones = [series.dt.tz for series in values if series.dtype.kind == "M"]
             if len({zone is None for zone in zones}) > 1:
@@ -260,12 +274,13 @@ class _Column:
             self.values = [series if zones[0] is None else series.dt.tz_convert(zones[0]) for series in values]
             return
         for i, series in enumerate(values):
-            infinite = np.isinf(series.to_numpy(np.float64))
-            self.values.append(series.mask(infinite) if infinite.any() else series)
-            self.faults += [
-                Fault(i, int(row), f"{self.places[i]} is infinite in row {row + 1}; replace it or leave the cell empty")
-                for row in np.flatnonzero(infinite)
-            ]
+            numbers = series.to_numpy(np.float64)
+            beyond = np.abs(numbers) > _LARGEST
+            self.values.append(series.mask(beyond) if beyond.any() else series)
+            for row in np.flatnonzero(beyond):
+                what = "infinite" if np.isinf(numbers[row]) else f"{numbers[row]:g}, which float32 does not hold,"
+                reason = f"{self.places[i]} is {what} in row {row + 1}; replace it or leave the cell empty"
+                self.faults.append(Fault(i, int(row), reason))
 
     def _text(self) -> None:
         """Text in one table at least: numbers or dates if all tables are, or all but a few words in the first."""

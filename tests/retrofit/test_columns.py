@@ -554,11 +554,20 @@ def test_declared_categories_stay_categories() -> None:
 
 
 def test_infinite_numbers_are_faults() -> None:
-    for values in (pd.Series([1, np.inf, 2, -np.inf]), pd.Series(["1", "inf", "2", "1e400"])):
+    too_long = pd.Series([1, 10**400, 2, -(10**400)], dtype=object)
+    for values in (pd.Series([1, np.inf, 2, -np.inf]), pd.Series(["1", "inf", "2", "1e400"]), too_long):
         found = read(values, pd.Series([np.inf]))
         assert [(fault.table, fault.row) for fault in found.faults] == [(0, 1), (0, 3), (1, 0)]
         assert found.faults[0].reason.startswith("train: column 'x' is infinite in row 2")
         assert found.frames[0]["x"].isna().tolist() == [False, True, False, True]
+
+
+def test_numbers_that_float32_does_not_hold_are_faults() -> None:
+    for values in (pd.Series([1, 3.4e38, -1e39]), pd.Series(["1", "3.4e38", "-1e39"])):
+        found = read(values, pd.Series([1.0]))
+        ((table, row, reason),) = found.faults
+        assert (table, row) == (0, 2) and "column 'x' is -1e+39, which float32 does not hold, in row 3;" in reason
+        assert found.frames[0]["x"].isna().tolist() == [False, False, True]
 
 
 def test_clocks() -> None:
@@ -651,6 +660,16 @@ def test_targets(kind: str) -> None:
         return
     target = read_target(Table("train", pd.DataFrame({"y": values})), "y")
     assert target.y.tolist() == [1, 2, 3] and target.y.dtype == np.float64 and not target.not_numeric.any()
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-300, 1e150, 1e308])
+def test_a_target_that_tabpfn_cannot_scale(scale: float) -> None:
+    """Predictions would be 0, or not finite, whatever the target is."""
+    for y in ([scale, None, -scale], [f"{scale:g}", "2e-300"]):
+        with pytest.raises(ValueError, match=r"column 'y' is a target from .*: give it in another unit"):
+            read_target(Table("t", pd.DataFrame({"y": y})), "y")
+    for y in ([1e-15, 2e-15], [1e140, -1e140], [1e-300, 1], [1e300, 1e300], [np.inf, 1]):
+        assert read_target(Table("t", pd.DataFrame({"y": y})), "y").y.tolist() == y
 
 
 def test_a_target_is_numbers_cell_by_cell() -> None:
