@@ -668,8 +668,8 @@ def test_a_target_that_tabpfn_cannot_scale(scale: float) -> None:
     for y in ([scale, None, -scale], [f"{scale:g}", "2e-300"]):
         with pytest.raises(ValueError, match=r"column 'y' is a target from .*: give it in another unit"):
             read_target(Table("t", pd.DataFrame({"y": y})), "y")
-    for y in ([1e-15, 2e-15], [1e140, -1e140], [1e-300, 1], [1e300, 1e300], [np.inf, 1]):
-        assert read_target(Table("t", pd.DataFrame({"y": y})), "y").y.tolist() == y
+    for fine in ([1e-15, 2e-15], [1e140, -1e140], [1e-300, 1], [1e300, 1e300], [np.inf, 1]):
+        assert read_target(Table("t", pd.DataFrame({"y": fine})), "y").y.tolist() == fine
 
 
 def test_a_target_is_numbers_cell_by_cell() -> None:
