@@ -53,6 +53,8 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path | No
             place = path.resolve()
             if place in taken:
                 raise ValueError(f"{option} {path} would overwrite {taken[place]}; give another file")
+            if folder := next((folder for folder in place.parents if folder in taken), None):  # a table in parts
+                raise ValueError(f"{option} {path} would be a part of {taken[folder]}; give a file in another folder")
             check_writable(path)
         except OSError as error:
             raise ValueError(f"{option} {what_failed(error)}; give a file in a folder that can be written to") from None

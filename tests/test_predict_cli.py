@@ -283,6 +283,16 @@ def test_an_output_over_an_input_is_refused() -> None:
     assert Path("test.csv").read_bytes() == before
 
 
+def test_an_output_among_the_parts_of_an_input_is_refused(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    pd.read_parquet("train.parquet").to_parquet(parts / "0.parquet")
+    result = predict(f"--train {parts} --by shop", parts / "p.parquet")
+    assert result.exit_code == 2
+    assert "would be a part of what is read; give a file in another folder" in result.stderr
+    assert [path.name for path in parts.iterdir()] == ["0.parquet"]
+
+
 def test_an_output_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:
     for out, message in (
         (tmp_path / "missing" / "p.csv", "No such file"),
