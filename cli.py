@@ -183,7 +183,7 @@ def pretrain(
     options.check_folder("--out", out)
     import torch
 
-    from .experiments.pretrain import PretrainSettings
+    from .experiments.pretrain import PretrainSettings, what_is_kept
     from .experiments.pretrain import pretrain as train
 
     if threads is not None:
@@ -195,7 +195,7 @@ def pretrain(
             for step, loss in train(PretrainSettings(steps=steps, seed=seed), out):
                 progress.update(task, completed=step, description=f"Training, loss {loss:.3f}")
     except KeyboardInterrupt as stop:
-        terminal.interrupted(stop, f"Interrupted. The last state is in {out}; the same command again resumes there.")
+        terminal.interrupted(stop, what_is_kept(out))
     console.print(f"The host and its loss curve are in {out}.", soft_wrap=True)
 
 

@@ -18,6 +18,7 @@ from ..calibration.predicting import PRECISIONS, predict_case, rmse, train_mean_
 from ..retrofit.api import Retrofit
 from ..retrofit.check import compare, synthetic_cases
 from ..retrofit.hosts import Host
+from ..retrofit.options import without_advice
 from .datasets import Dataset, load_dataset, make_case
 from .memory import peak_mb, reset_peak
 from .runs import CaseResult, host_figures
@@ -81,7 +82,8 @@ class CaseRunner:
             return CaseResult(job.dataset, job.seed, self._records(case, job.earlier))
         except Exception as error:  # whatever TabPFN or torch raise; the other cases are still worth having
             text = str(error).strip().splitlines() or [""]
-            return Failure(job.dataset, job.seed, f"{type(error).__name__}: {text[0]}", _may_pass(error))
+            reason = without_advice(f"{type(error).__name__}: {text[0]}")
+            return Failure(job.dataset, job.seed, reason, _may_pass(error))
 
     def warm_up(self, on_model: Callable[[], None] | None = None) -> None:
         """Run a small table with each model: first runs load kernels, which would count as the first case's time."""

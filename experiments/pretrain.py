@@ -32,6 +32,8 @@ from ..retrofit.tabpfn_api import (
 from .folders import append_line, held
 
 HOST_FILE = "oretrofit-small-v3-regressor.safetensors"
+STATE = "state.pt"
+SAVE_EVERY = 250  # steps
 
 SMALL_CONFIG = {
     "embed_dim": 32,
@@ -175,8 +177,15 @@ def _rate(step: int, settings: PretrainSettings) -> float:
     return min(1.0, (step + 1) / settings.warmup, decaying)
 
 
+def what_is_kept(folder: Path) -> str:
+    """What an interrupted training can go on from, in a sentence."""
+    if (folder / STATE).exists():
+        return f"The last state is in {folder}; the same command again resumes there."
+    return f"There is no state yet (one is kept every {SAVE_EVERY} steps); the same command begins again."
+
+
 def pretrain(
-    settings: PretrainSettings, folder: Path, *, log_every: int = 25, save_every: int = 250
+    settings: PretrainSettings, folder: Path, *, log_every: int = 25, save_every: int = SAVE_EVERY
 ) -> Iterator[tuple[int, float]]:
     """Train the host, resuming from `folder` when it holds an earlier state.
 
@@ -197,7 +206,7 @@ def pretrain(
 
 
 def _train(settings: PretrainSettings, folder: Path, log_every: int, save_every: int) -> Iterator[tuple[int, float]]:
-    state_file, log_file = folder / "state.pt", folder / "loss.csv"
+    state_file, log_file = folder / STATE, folder / "loss.csv"
     model = new_host(settings.seed).train()
     distribution = FullSupportBarDistribution(model.regression_borders.clone())
     optimizers = _optimizers(model, settings)

@@ -151,7 +151,7 @@ def _run_missing(
                 on_failure=lambda f: show(f"{names[f.dataset]} seed {f.seed} failed: {f.reason}"),
             )
     except KeyboardInterrupt as stop:
-        interrupted(stop, f"Interrupted. Finished cases are in {opened.folder}; the same command again resumes there.")
+        interrupted(stop, f"Finished cases are in {opened.folder}; the same command again resumes there.")
     except OSError as error:
         safe = f"the cases before it are safe in {opened.folder}; the same command again goes on there"
         raise OSError(error.errno, f"{error.strerror or error}; {safe}", error.filename) from error

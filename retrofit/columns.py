@@ -25,6 +25,12 @@ MISSING = frozenset(
 # A column of the first table is still one of numbers, or dates, if at most this share of its cells are words.
 _FEW = 0.1
 
+# Of float32, in which a model sees its columns.
+_LARGEST = float(np.finfo(np.float32).max)
+
+# Between which the spread of a target must lie: TabPFN adds 1e-20 to its standard deviation, and squares it in float64.
+_SPREAD = (1e-16, 1e150)
+
 # A way to read distinct cells of text; NaN or NaT where a cell is not written so.
 _Notation = Callable[[Sequence[str]], Any]
 
@@ -36,13 +42,16 @@ class Table:
     Attributes:
         name: What messages call it.
         frame: Its columns, those of a CSV file as text.
-        decimal_comma: Whether its numbers seem to be written 1.234,5.
+        decimal_comma: Whether its numbers are written 1.234,5: 2 where they show that they are, -2 where they show that
+            they are not, 1 or -1 where they may be or may not, 0 where there is nothing to see.
+        separator: What stands between the cells of a CSV file. Files with one separator are taken to be written alike.
         notes: What a user may want to know of how it was read, in sentences.
     """
 
     name: str
     frame: pd.DataFrame
-    decimal_comma: bool = False
+    decimal_comma: int = 0
+    separator: str = ""
     notes: list[str] = field(default_factory=list)
 
     def place(self, column: Hashable) -> str:
@@ -109,7 +118,7 @@ def read_columns(tables: Sequence[Table], names: Iterable[Hashable]) -> Columns:
 def read_target(table: Table, name: Hashable) -> Target:
     """Read a column of numbers to predict: no truth values, times, dates or categories.
 
-    Raises `ValueError` for a column of a type that `read_columns` refuses.
+    Raises `ValueError` for a column of a type that `read_columns` refuses, and for numbers that TabPFN could not scale.
     """
     values = table.frame[name].reset_index(drop=True)
     side = typed(values, table.place(name))
@@ -118,10 +127,18 @@ def read_target(table: Table, name: Hashable) -> Target:
     if side.kind == "numbers" and side.plain:
         y = floats(side.values)
     elif side.kind == "text":
-        text, missing = _Text([side]), missing | side.values.isin(MISSING)
-        notation = max(_number_notations([table]), key=lambda notation: text.count(0, notation))
+        text, missing = _Text([side]), missing | side.values.str.strip().isin(MISSING)
+        notation = max(_number_notations(table, [table]), key=lambda notation: text.count(0, notation))
         y = text.read(0, notation)
         notes = text.notes_on(notation, 0, table.place(name))
+    finite = y[np.isfinite(y)]
+    with np.errstate(over="ignore"):
+        spread = np.ptp(finite) if len(finite) else 0.0
+    if spread and not _SPREAD[0] < spread < _SPREAD[1]:
+        raise ValueError(
+            f"{table.place(name)} is a target from {finite.min():g} to {finite.max():g}, which TabPFN cannot scale: "
+            "give it in another unit"
+        )
     return Target(y.to_numpy(), (y.isna() & ~missing).to_numpy(), notes)
 
 
@@ -132,10 +149,13 @@ def take(frame: pd.DataFrame, rows: np.ndarray) -> pd.DataFrame:
     return taken.assign(**{name: column.cat.remove_unused_categories() for name, column in categories.items()})
 
 
-def _number_notations(tables: Sequence[Table]) -> list[_Notation]:
+def _number_notations(table: Table, tables: Sequence[Table]) -> list[_Notation]:
+    """How a table's numbers may be written, the likeliest first: as they show, or those of a table that is like it."""
     written: list[_Notation] = [notations.plain, notations.thousands, notations.decimal_comma]
+    shown = [other.decimal_comma for other in (table, *tables) if other.separator == table.separator]
+    seen = next((one for one in shown if abs(one) > 1), table.decimal_comma)
     # 1.234 is a thousand and more where numbers have decimal commas.
-    return written[::-1] if any(table.decimal_comma for table in tables) else written
+    return written[::-1] if seen > 0 else written
 
 
 class _Text:
@@ -149,7 +169,7 @@ class _Text:
             np.array([at.get(cell, -1) for cell in (side.values if side.kind == "text" else ())], dtype=int)
             for side in sides
         ]
-        self.gap = np.array([cell in MISSING or not cell.strip() for cell in self.cells], dtype=bool)
+        self.gap = np.array([cell.strip() in MISSING for cell in self.cells], dtype=bool)
         # How often each cell occurs in each table.
         self.counts = [np.bincount(codes[codes >= 0], minlength=len(self.cells)) for codes in self.codes]
         self._read: dict[_Notation, Any] = {}
@@ -245,7 +265,7 @@ class _Column:
             self._typed([side.values for side in self.sides])
 
     def _typed(self, values: list[pd.Series]) -> None:
-        """Numbers or dates: infinite ones are faults, and clocks are set by the first that there is."""
+        """Numbers or dates: what a model cannot hold is a fault, and clocks are set by the first that there is."""
         if self.kind == "dates":
             zones = [series.dt.tz for series in values if series.dtype.kind == "M"]
             if len({zone is None for zone in zones}) > 1:
@@ -254,39 +274,43 @@ class _Column:
             self.values = [series if zones[0] is None else series.dt.tz_convert(zones[0]) for series in values]
             return
         for i, series in enumerate(values):
-            infinite = np.isinf(series.to_numpy(np.float64))
-            self.values.append(series.mask(infinite) if infinite.any() else series)
-            self.faults += [
-                Fault(i, int(row), f"{self.places[i]} is infinite in row {row + 1}; replace it or leave the cell empty")
-                for row in np.flatnonzero(infinite)
-            ]
+            numbers = series.to_numpy(np.float64)
+            beyond = np.abs(numbers) > _LARGEST
+            self.values.append(series.mask(beyond) if beyond.any() else series)
+            for row in np.flatnonzero(beyond):
+                what = "infinite" if np.isinf(numbers[row]) else f"{numbers[row]:g}, which float32 does not hold,"
+                reason = f"{self.places[i]} is {what} in row {row + 1}; replace it or leave the cell empty"
+                self.faults.append(Fault(i, int(row), reason))
 
     def _text(self) -> None:
         """Text in one table at least: numbers or dates if all tables are, or all but a few words in the first."""
         text, n = _Text(self.sides), range(len(self.tables))
-        of_numbers = [*_number_notations(self.tables), notations.truth, notations.lengths_of_time]
-        for way in [*of_numbers, notations.dates]:
+        numbers = [_number_notations(table, self.tables) for table in self.tables]
+        alike = all(ways == numbers[0] for ways in numbers)
+        for way in [*(numbers[0] if alike else ()), notations.truth, notations.lengths_of_time, notations.dates]:
             if all(text.fits(i, way) for i in n):
                 return self._read(text, [way] * len(n))
-        own = [[way for way in of_numbers if text.fits(i, way)] for i in n]
+        own = [[w for w in (*numbers[i], notations.truth, notations.lengths_of_time) if text.fits(i, w)] for i in n]
         if all(own):
             return self._read(text, [ways[0] for ways in own])
-        ways = [*_number_notations(self.tables), notations.dates]
-        way = max(ways, key=lambda way: [text.count(i, way) for i in n])
-        if self._is_but_for_strays(text, way):
-            return self._read(text, [way] * len(n))
+        way = max([*numbers[0], notations.dates], key=lambda way: [text.count(i, way) for i in n])
+        ways = [way] * len(n)
+        if not alike and way is not notations.dates:
+            ways = [max(numbers[i], key=lambda way: text.count(i, way)) for i in n]
+        if self._is_but_for_strays(text, ways):
+            return self._read(text, ways)
         self._refuse_unlike(text)
         self._mixed_note(text, way)
         return self._label([_labels(side) for side in self.sides])
 
-    def _is_but_for_strays(self, text: _Text, way: _Notation) -> bool:
+    def _is_but_for_strays(self, text: _Text, ways: Sequence[_Notation]) -> bool:
         """Whether the first table's cells are written so, but for marks and a few words that no other table knows."""
-        if any(side.kind not in ("text", "nothing", _kind(way)) for side in self.sides):
+        if any(side.kind not in ("text", "nothing", _kind(ways[0])) for side in self.sides):
             return False
-        words = {cell for cell in text.strays(0, way) if not notations.is_mark(cell)}
-        known_elsewhere = any(words & set(text.strays(i, way)) for i in range(1, len(self.tables)))
+        words = {cell for cell in text.strays(0, ways[0]) if not notations.is_mark(cell)}
+        known_elsewhere = any(words & set(text.strays(i, ways[i])) for i in range(1, len(self.tables)))
         few = len(text.rows(0, words)) <= _FEW * text.filled(0)
-        return text.count(0, way) > 0 and few and not known_elsewhere
+        return text.count(0, ways[0]) > 0 and few and not known_elsewhere
 
     def _read(self, text: _Text, ways: Sequence[_Notation]) -> None:
         self.kind = _kind(ways[0])
@@ -332,15 +356,17 @@ class _Column:
         """Raise where text would be taken for categories, but cannot be meant as such."""
         dates = [cell for cell in text.cells if notations.looks_like_a_date(cell)]
         for i, side in enumerate(self.sides):
-            if side.kind == "text" and len(text.rows(i, dates)) > (1 - _FEW) * text.filled(i):
+            odd = len(text.rows(i, dates)) if side.kind == "text" else 0
+            if odd and odd + text.count(i, notations.dates) > (1 - _FEW) * text.filled(i):
                 raise ValueError(
-                    f"{self.places[i]}: {text.example(i, dates)} looks like a date; write dates as 2024-12-31"
+                    f"{self.places[i]}: {text.example(i, dates)} looks like a date; write dates as 2024-12-31 or "
+                    "2024-12-31T08:15"
                 )
         known, *others = [_labels(side).dropna() for side in self.sides]
         for i, labels in enumerate(others, start=1):
             if not len(known) or not len(labels):
                 continue
-            for way in (notations.dates, *_number_notations(self.tables)):
+            for way in (notations.dates, *_number_notations(self.tables[i], self.tables)):
                 if text.fits(i, way) and (_kind(way) == "dates" or not labels.isin(known).any()):
                     raise ValueError(
                         f"{self.places[i]} holds {_kind(way)}, such as {labels.iloc[0]!r} (row {labels.index[0] + 1}), "
@@ -348,11 +374,15 @@ class _Column:
                     )
 
     def _mixed_note(self, text: _Text, way: _Notation) -> None:
-        if self.sides[0].kind == "text" and 2 * text.count(0, way) >= text.filled(0) > 0:
-            self.notes.append(
-                f"{self.places[0]} is read as categories, since {text.example(0, text.strays(0, way))} is no "
-                f"{_kind(way)[:-1]}"
-            )
+        if self.sides[0].kind != "text":
+            return
+        kind, odd = f"no {_kind(way)[:-1]}", text.strays(0, way)
+        if 2 * text.count(0, way) < text.filled(0):
+            kind, odd = "neither number nor date", [cell for cell in odd if notations.begins_with_a_number(cell)]
+            if 2 * len(text.rows(0, odd)) < text.filled(0):
+                return
+        if odd:
+            self.notes.append(f"{self.places[0]} is read as categories, since {text.example(0, odd)} is {kind}")
 
     def _categories(self) -> None:
         """Declared ones in the first table: those of the others are joined to them, as text if one of all is text."""

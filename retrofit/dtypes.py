@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import reprlib
 from collections.abc import Callable
 from decimal import Decimal
@@ -86,7 +87,7 @@ def _typed_objects(values: pd.Series, place: str) -> Typed:
     if all_are(_DURATION):  # numpy's count as integers, too
         return Typed("numbers", each(lambda cell: pd.Timedelta(cell).total_seconds()), plain=False)
     if all_are(_NUMBER):
-        return Typed("numbers", each(float), not all_are((bool, np.bool_)))
+        return Typed("numbers", each(_float), not all_are((bool, np.bool_)))
     if all_are(pd.Period):
         return Typed("dates", pd.Series(pd.PeriodIndex(values).to_timestamp(), index=values.index))
     if all_are(datetime.time):
@@ -134,6 +135,13 @@ def _refusal(place: str, what: str, values: pd.Series) -> ValueError:
         f"{place} holds {what} (row {row + 1}: {reprlib.repr(values[row])}), which are neither numbers, dates "
         "nor text: leave it out, or make it one of these"
     )
+
+
+def _float(number: Any) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an int may have any length
+        return math.inf if number > 0 else -math.inf
 
 
 def floats(values: pd.Series) -> pd.Series:

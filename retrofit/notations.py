@@ -24,6 +24,8 @@ _MONTH = re.compile(r"(18|19|20|21)\d\d-(0[1-9]|1[0-2])", re.ASCII)
 _MONTH_NAME = r"(jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec)[a-z]*"
 _OTHER_DATES = re.compile(
     r"(\d{1,2}([./-])\d{1,2}\2\d{4}|\d{4}([./])\d{1,2}\3\d{1,2}|\d{1,2}/\d{1,2}/\d\d)([ T]\d{1,2}:\d\d.*)?"
+    r"|(0[1-9]|[12]\d|3[01])(?P<s>[.-])(0[1-9]|1[0-2])(?P=s)\d\d|(0?[1-9]|1[0-2])/(19|20)\d\d"
+    r"|\d{4}-\d\d-\d\d\D*(\d\d:\d\d.*)?"
     rf"|(\w{{3,9}},? )?\d{{1,2}}[ .-]+{_MONTH_NAME}[ .,-]+\d{{2,4}}.*|{_MONTH_NAME}[ .-]+(\d{{1,2}},? )?\d{{4}}.*"
     r"|\d{4}[ -]?[WQ]\d{1,2}(-\d)?|Q\d[ -/]\d{4}",
     re.ASCII | re.IGNORECASE,
@@ -52,6 +54,7 @@ def truth(cells: Sequence[str]) -> np.ndarray:
 
 def lengths_of_time(cells: Sequence[str]) -> np.ndarray:
     """Times of day and durations in seconds: 08:15, 2 days 08:15:00."""
+    cells = [cell.strip() for cell in cells]
     spelled = [
         f"{cell}:00" if _CLOCK.fullmatch(cell) and cell.count(":") == 1 else cell
         for cell in (cell if _CLOCK.fullmatch(cell) or _DURATION.fullmatch(cell) else "" for cell in cells)
@@ -65,6 +68,7 @@ def dates(cells: Sequence[str]) -> pd.DatetimeIndex:
 
     Times with different offsets from UTC are given in UTC, times with one offset as they are.
     """
+    cells = [cell.strip() for cell in cells]
     spelled = pd.Series(
         [cell if _DAY.fullmatch(cell) or _MONTH.fullmatch(cell) else None for cell in cells], dtype="str"
     )
@@ -76,12 +80,18 @@ def dates(cells: Sequence[str]) -> pd.DatetimeIndex:
 
 def has_offset(cell: str) -> bool:
     """Whether an ISO time says how far it is from UTC."""
-    return re.search(r"\d[T ]\d.*(Z|[+-]\d\d(:?\d\d)?)$", cell) is not None
+    return re.search(r"\d[T ]\d.*(Z|[+-]\d\d(:?\d\d)?)$", cell.strip()) is not None
 
 
 def looks_like_a_date(cell: str) -> bool:
-    """Whether a cell is a date to a reader, but none of `dates`, as 31/12/2024 or 5 May 2024."""
-    return _OTHER_DATES.fullmatch(cell.strip()) is not None
+    """Whether a cell is a date to a reader, but none of `dates`, as 31/12/2024, 5 May 2024 or 2024-12-31 08:15 UTC."""
+    cell = cell.strip()
+    return _OTHER_DATES.fullmatch(cell) is not None and _DAY.fullmatch(cell) is None
+
+
+def begins_with_a_number(cell: str) -> bool:
+    """Whether the first letter or digit of a cell is a digit, as in 12 kg, $3 or -5 %."""
+    return re.match(r"[\W_]*\d", cell) is not None
 
 
 def is_mark(cell: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -67,6 +68,8 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Iterable[Path | No
             place = path.resolve()
             if place in taken:
                 raise ValueError(f"{option} {path} would overwrite {taken[place]}; give another file")
+            if folder := next((folder for folder in place.parents if folder in taken), None):  # a table in parts
+                raise ValueError(f"{option} {path} would be a part of {taken[folder]}; give a file in another folder")
             check_writable(path)
         except OSError as error:
             raise ValueError(f"{option} {what_failed(error)}; give a file in a folder that can be written to") from None
@@ -195,6 +198,12 @@ def unwritten(files: Mapping[Path | None, Callable[[Path], None]], safe: str = "
 def what_failed(error: OSError) -> str:
     """The file and the reason, in a line."""
     return f"{error.filename}: {error.strerror or error}" if error.filename else error.strerror or str(error)
+
+
+def without_advice(text: str) -> str:
+    """What TabPFN says, without the advice to set a parameter that no command has."""
+    text = re.sub(r"\s*Set `ignore_pretraining_limits=True`\s*to override this\s*error!", "", text)
+    return re.sub(r"\s+or\s+set ignore_pretraining_limits=True", "", text)
 
 
 def check_positive(**numbers: int) -> None:

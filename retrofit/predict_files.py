@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..calibration.settings import DEVICES, HOST, PRECISIONS, TABLES
-from .options import check_choice, check_host, check_input, check_outputs, host_file, unwritten
+from .options import check_choice, check_host, check_input, check_outputs, host_file, unwritten, without_advice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -126,7 +126,8 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
     from .long_table import read_groups
     from .ragged.groups import check_groups, predict_long
 
-    features = check_groups(train.frame, test.frame, target=options.target, by=by)
+    names = (train.name, test.name)
+    features = check_groups(train.frame, test.frame, target=options.target, by=by, names=names)
     too_few = options.too_few or ("nan" if options.on_error == "skip" else "error")
     skip = options.on_error == "skip"
     table = read_groups(
@@ -212,7 +213,9 @@ def _predicted_lines(table: LongTable, too_few: str, prediction: pd.Series, repo
 
 
 def _missing_lines(errors: Mapping[Any, str], prediction: pd.Series) -> list[str]:
-    lines = [f"No prediction for group {group!r}: {reason}" for group, reason in list(errors.items())[:20]]
+    lines = [
+        f"No prediction for group {group!r}: {without_advice(reason)}" for group, reason in list(errors.items())[:20]
+    ]
     if len(errors) > 20:
         lines.append(f"... and for {len(errors) - 20} more groups")
     if missing := int(prediction.isna().sum()):

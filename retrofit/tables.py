@@ -13,24 +13,25 @@ import itertools
 import lzma
 import re
 import zipfile
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from . import notations
 from .columns import MISSING, Table
 
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", "|": "bars", ",": "commas"}
 _SAMPLE = 100_000  # characters from which the separator is seen
-_DECIMAL_COMMA = re.compile(r"[+-]?[\d.]*\d,\d+", re.ASCII)
 
 
 def read_table(path: Path, group: Hashable | None = None) -> Table:
     """Read a table from a CSV file (packed or not), a Parquet file or folder, or a Feather (Arrow) file.
 
     In CSV all cells are text and those that pandas takes for missing are NaN; in the column `group` only empty cells
-    are, so that a group may be called NA. Rows that are one name longer than the header, as R writes them, begin with
-    the index.
+    are, so that a group may be called NA. Rows that are one name longer than the header begin with the index, and so
+    they do where the header's first name is empty, as R and pandas write them.
 
     Raises:
         OSError: The file cannot be opened.
@@ -97,7 +98,13 @@ def _decoded(name: str, content: bytes, notes: list[str]) -> str:
         return content.decode("utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        text = content.decode("cp1252")  # a UnicodeDecodeError is a ValueError
+        try:
+            text = content.decode("cp1252")
+        except UnicodeDecodeError as odd:
+            raise ValueError(
+                f"it is no text (byte 0x{content[odd.start]:02x} in line {content[: odd.start].count(10) + 1}), or "
+                "packed in another way than with gzip, bzip2, xz or zip: unpack it, or save it as CSV"
+            ) from None
         word = re.search(r"\S*$", text[: error.start])[0] + re.match(r"\S*", text[error.start :])[0]  # type: ignore[index]
         notes.append(f"{name} is not UTF-8 and is read as Windows-1252 (Latin-1): {word[:40]!r} in line {line}")
         return text
@@ -127,7 +134,9 @@ def _read_csv(name: str, content: bytes, group: Hashable | None) -> Table:
     text = _decoded(name, content, notes)
     if "\0" in text:
         raise ValueError("it has zero bytes: it is no text, or UTF-16 without a byte order mark; save it as UTF-8")
-    separator = _separator(text)
+    told = re.match(r'"?sep=([,;|\t])"?\r?\n', text)  # as spreadsheet programs say it
+    text = f"\n{text[told.end() :]}" if told else text
+    separator = told[1] if told else _separator(text)
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
     lines: list[int] = []
     rows: list[list[str]] = []
@@ -147,17 +156,48 @@ def _read_csv(name: str, content: bytes, group: Hashable | None) -> Table:
     columns = list(zip(*rows, strict=True)) if rows else [() for _ in header]
     while len(header) > 1 and not header[-1].strip() and not any(cell.strip() for cell in columns[-1]):
         header, columns = header[:-1], columns[:-1]  # the header, too, ends in a separator
+    if index is None and len(header) > 1 and not header[0].strip():
+        header, columns, index = header[1:], columns[1:], list(columns[0])
+        notes.append(f"{name}: the first column has no name and is taken for the rows' own names; it plays no part")
+    elif index is not None:
+        notes.append(f"{name}: each row begins with a name, such as {index[0]!r}, for which the header has none")
     names = [cell if cell.strip() else f"Unnamed: {i}" for i, cell in enumerate(header)]
     frame = pd.DataFrame(
         {i: pd.Series(_cells(cells, names[i] == group), dtype="str") for i, cells in enumerate(columns)}
     ).set_axis(names, axis="columns")
     if index is not None:
         frame.index = pd.Index(index)
-        notes.append(f"{name}: each row begins with a name, such as {index[0]!r}, for which the header has none")
     if separator != "," and not (separator == "\t" and ".tsv" in name.lower()):
         notes.append(f"{name} has {_SEPARATORS[separator]} between cells")
-    comma = separator == ";" and any(_DECIMAL_COMMA.fullmatch(cell) for cells in columns for cell in set(cells))
-    return Table(name, frame, comma, notes)
+    return Table(name, frame, _decimal_comma(columns, separator), separator, notes)
+
+
+def _decimal_comma(columns: Sequence[tuple[str, ...]], separator: str) -> int:
+    """Whether numbers are written 1.234,5, as `Table` has it.
+
+    A column like 12,345 may be either, and is what a column that can be only one of the two shows.
+    """
+    shown, either, points = 0, False, False
+    for cells in columns:
+        distinct = [cell for cell in dict.fromkeys(cells) if cell.strip() and cell not in MISSING]
+        if not any("," in cell or "." in cell for cell in distinct):
+            continue
+        thousands = ~np.isnan(notations.thousands(distinct))
+        decimal = ~np.isnan(notations.decimal_comma(distinct))
+        if max(thousands.sum(), decimal.sum()) < 0.9 * len(distinct):
+            continue  # text
+        comma = np.array(["," in cell for cell in distinct])
+        either = either or bool(comma.any())
+        points = points or bool((thousands & ~decimal & ~comma).any())
+        if decimal.sum() > thousands.sum():
+            shown += 1
+        elif (thousands & ~decimal & comma).any():
+            shown -= 1
+    if shown:
+        return 2 if shown > 0 else -2
+    if either:
+        return 1 if separator == ";" else -1
+    return -2 if points else 0
 
 
 def _cells(cells: tuple[str, ...], names_group: bool) -> list[str | None]:

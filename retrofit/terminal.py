@@ -16,7 +16,7 @@ import typer
 
 from ..calibration.settings import DEVICES
 from .files import write_rows
-from .options import check_choice, unwritten, what_failed
+from .options import check_choice, unwritten, what_failed, without_advice
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -46,7 +46,7 @@ def plain_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:  # HostError, PatchError, RetrofitError and DatasetError are ValueErrors
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(f"Error: {without_advice(str(error))}", err=True)
         raise typer.Exit(2) from error
     except BrokenPipeError:
         raise  # the reader of the output has left: typer ends without a word
@@ -57,19 +57,21 @@ def plain_errors() -> Iterator[None]:
         text = str(error).lower()
         if not isinstance(error, MemoryError) and "out of memory" not in text and "allocate memory" not in text:
             raise
-        typer.echo(f"Error: there is not enough memory for this: {error}", err=True)
+        first, *_ = str(error).splitlines() or [""]  # behind it TabPFN says how to write a loop
+        typer.echo(f"Error: there is not enough memory for this: {first}", err=True)
         raise typer.Exit(2) from error
     except KeyboardInterrupt as stop:
-        interrupted(stop, "Interrupted.")
+        interrupted(stop)
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, before)
 
 
-def interrupted(stop: KeyboardInterrupt, message: str) -> NoReturn:
+def interrupted(stop: KeyboardInterrupt, more: str = "") -> NoReturn:
     """Say so, and exit as a shell expects."""
-    typer.echo(f"\n{message}", err=True)
-    raise typer.Exit(143 if isinstance(stop, Terminated) else 130) from None
+    terminated = isinstance(stop, Terminated)
+    typer.echo(f"\n{'Ended by SIGTERM' if terminated else 'Interrupted'}.{more and f' {more}'}", err=True)
+    raise typer.Exit(143 if terminated else 130) from None
 
 
 def exit_with(errors: Sequence[str]) -> None:

@@ -519,7 +519,24 @@ def test_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     result = oretrofit("bench overhead --host tiny-v3.safetensors")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted."
+    fake_module(monkeypatch, "overhead", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM), "measure_overhead")
+    result = oretrofit("bench overhead --host tiny-v3.safetensors")
+    assert result.exit_code == 143
+    assert result.stderr.strip() == "Ended by SIGTERM."
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("command", ["eval --variant oa --seeds 1 --out {}", "bench host --seeds 1"])
+def test_no_advice_that_a_command_cannot_follow(command: str, tmp_path: Path, quick: None) -> None:
+    """TabPFN's own message of more than its 500 columns names a parameter of its estimators."""
+    wide = pd.DataFrame(np.random.default_rng(0).normal(size=(30, 502)), columns=[*map(str, range(501)), "y"])
+    wide.to_csv(tmp_path / "wide.csv", index=False)
+    result = oretrofit(
+        f"{command.format(tmp_path / 'run')} --host tiny-v3.safetensors --suite csv:{tmp_path / 'wide.csv'}#y"
+    )
+    assert result.exit_code in (1, 2)
+    assert "Number of features `501`" in result.output
+    assert "ignore_pretraining_limits" not in result.output
 
 
 def test_not_enough_memory_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,11 +226,11 @@ def test_pooled(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("--test narrow.csv --by shop", "test lacks columns that train has: ['x2']"),
-        ("--test narrow.csv", "test lacks columns that train has: ['x2']"),
-        ("--test wide.csv --by shop", "test has columns that train lacks: ['x3']"),
-        ("--test no-rows.csv --by shop", "test has no rows"),
-        ("--test no-rows.csv", "test has no rows"),
+        ("--test narrow.csv --by shop", "narrow.csv lacks columns that train.csv has: ['x2']\n"),
+        ("--test narrow.csv", "narrow.csv lacks columns that train.csv has: ['x2']\n"),
+        ("--test wide.csv --by shop", "wide.csv has columns that train.csv lacks: ['x3']\n"),
+        ("--test no-rows.csv --by shop", "no-rows.csv has no rows"),
+        ("--test no-rows.csv", "no-rows.csv has no rows"),
         (
             "--train text.csv --by shop",
             "group 'south': text.csv: target 'y' is not numeric (row 1: 'high'); such groups",
@@ -243,12 +243,12 @@ def test_pooled(tmp_path: Path) -> None:
             "Error: gap.csv: target 'y' is missing (NaN) in row 1 and in 13 more; leave such rows out\n",
         ),
         ("--train only-y.csv", "only-y.csv has no columns beside 'y' to predict from"),
-        ("--train lists.parquet --by shop", "'shop' of train holds values that cannot name a group"),
+        ("--train lists.parquet --by shop", "'shop' of lists.parquet holds values that cannot name a group"),
         ("--train one-row.csv", "one-row.csv has one row; a prediction needs two"),
-        ("--target z", "train has no target column 'z'"),
+        ("--target z", "train.csv has no target column 'z'; its columns are ['x1', 'x2', 'shop', 'kind', 'y']"),
         ("--by city", "no group column 'city'"),
         ("--by y", "'y'"),
-        ("--train unique.csv --by shop", "every row of train is a group of its own: 'shop' names rows, not groups"),
+        ("--train unique.csv --by shop", "every row of unique.csv is a group of its own: 'shop' names rows"),
         ("--train no-west.csv --by shop", "1 of 3 groups in test.csv have fewer than 2 train rows: 'west' (0)"),
         ("--by shop --on-error stop", "--on-error is error or skip, not 'stop'"),
         ("--by shop --too-few drop", "--too-few is error, nan or pooled, not 'drop'"),
@@ -281,6 +281,16 @@ def test_an_output_over_an_input_is_refused() -> None:
     assert result.exit_code == 2
     assert result.stderr == "Error: --out test.csv would overwrite what is read; give another file\n"
     assert Path("test.csv").read_bytes() == before
+
+
+def test_an_output_among_the_parts_of_an_input_is_refused(tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    parts.mkdir()
+    pd.read_parquet("train.parquet").to_parquet(parts / "0.parquet")
+    result = predict(f"--train {parts} --by shop", parts / "p.parquet")
+    assert result.exit_code == 2
+    assert "would be a part of what is read; give a file in another folder" in result.stderr
+    assert [path.name for path in parts.iterdir()] == ["0.parquet"]
 
 
 def test_an_output_that_cannot_be_written_is_said_first(tmp_path: Path) -> None:

@@ -147,14 +147,19 @@ def predict_long(
     return frame, dataclasses.replace(report, errors=table.faulty | failed | few)
 
 
-def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: str) -> list[Hashable]:
-    """The features: what train has beside target and group. Raises `ValueError` as of `predict_groups`."""
+def check_groups(
+    train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: str, names: tuple[str, str] = ("train", "test")
+) -> list[Hashable]:
+    """The features: what train has beside target and group. `names` is what messages call the two.
+
+    Raises `ValueError` as of `predict_groups`.
+    """
     for name, column in (("by", by), ("target", target)):
         if not isinstance(column, Hashable):
             raise ValueError(f"{name} is the name of one column, not {column!r}")
     if target == by:
         raise ValueError(f"{target!r} cannot be both target and group")
-    for name, frame in (("train", train), ("test", test)):
+    for name, frame in zip(names, (train, test), strict=True):
         if not isinstance(frame, pd.DataFrame):
             raise ValueError(f"{name} is a DataFrame, not a {type(frame).__name__}")
         if frame.empty:
@@ -162,28 +167,36 @@ def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: st
         if frame.columns.has_duplicates:
             raise ValueError(f"{name} has several columns called {frame.columns[frame.columns.duplicated()][0]!r}")
         if by not in frame.columns:
-            raise ValueError(f"{name} has no group column {by!r}")
+            raise ValueError(f"{name} has no group column {by!r}; its columns are {_listed(frame.columns)}")
         if frame[by].isna().any():
             raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}")
         if not frame[by].map(lambda group: isinstance(group, Hashable)).all():
             raise ValueError(f"{by!r} of {name} holds values that cannot name a group, such as {frame[by].iloc[0]!r}")
     if target not in train.columns:
-        raise ValueError(f"train has no target column {target!r}")
+        raise ValueError(
+            f"{names[0]} has no target column {target!r}; its columns are {_listed(train.columns.drop(by))}"
+        )
     if len(train) > 1 and train[by].is_unique:
-        raise ValueError(f"every row of train is a group of its own: {by!r} names rows, not groups")
+        raise ValueError(f"every row of {names[0]} is a group of its own: {by!r} names rows, not groups")
     text = [{isinstance(group, str) for group in frame[by].unique()} for frame in (train, test)]
     if text in ([{True}, {False}], [{False}, {True}]):
-        kinds = f"{train[by].dtype} in train and {test[by].dtype} in test"
-        raise ValueError(f"no group of test is in train: {by!r} is {kinds}")
+        kinds = f"{train[by].dtype} in {names[0]} and {test[by].dtype} in {names[1]}"
+        raise ValueError(f"no group of {names[1]} is in {names[0]}: {by!r} is {kinds}")
     features = [column for column in train.columns if column not in (target, by)]
     if not features:
-        raise ValueError(f"train has no columns beside {target!r} and {by!r} to predict from")
+        raise ValueError(f"{names[0]} has no columns beside {target!r} and {by!r} to predict from")
     others = set(test.columns) - {target, by}
-    if missing := [column for column in features if column not in others]:
-        raise ValueError(f"test lacks columns that train has: {missing}")
-    if extra := sorted(others - set(features), key=str):
-        raise ValueError(f"test has columns that train lacks: {extra}")
+    missing = [column for column in features if column not in others]
+    extra = sorted(others - set(features), key=str)
+    if missing or extra:
+        lacks = [f"lacks columns that {names[0]} has: {_listed(missing)}"] if missing else []
+        has = [f"has columns that {names[0]} lacks: {_listed(extra)}"] if extra else []
+        raise ValueError(f"{names[1]} {', and '.join(lacks + has)}")
     return features
+
+
+def _listed(names: Sequence[Hashable] | pd.Index) -> str:
+    return f"{list(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def _check_settings(output_type: str, quantiles: list[float] | None, min_rows: int, too_few: str) -> None:

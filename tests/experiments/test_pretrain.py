@@ -11,7 +11,7 @@ from tabpfn import TabPFNRegressor
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3Config, get_architecture
 
 from oretrofit.experiments.folders import FolderInUseError
-from oretrofit.experiments.pretrain import SMALL_CONFIG, PretrainSettings, draw_batch, new_host, pretrain
+from oretrofit.experiments.pretrain import SMALL_CONFIG, PretrainSettings, draw_batch, new_host, pretrain, what_is_kept
 from oretrofit.retrofit.hosts import load_host, weights_sha256
 
 SETTINGS = PretrainSettings(steps=4, warmup=2, max_rows=40, max_columns=3, cells=200, batch_rows=80)
@@ -32,9 +32,12 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     for _ in pretrain(SETTINGS, tmp_path / "whole"):
         pass
     part = pretrain(SETTINGS, tmp_path / "parts", save_every=2, log_every=1)
+    next(part)
+    assert "no state yet" in what_is_kept(tmp_path / "parts")
     while next(part)[0] < 3:  # stopped after the state of step 2 was saved
         pass
     part.close()
+    assert what_is_kept(tmp_path / "parts").startswith(f"The last state is in {tmp_path / 'parts'};")
     for _ in pretrain(SETTINGS, tmp_path / "parts", log_every=1):
         pass
     whole, parts = (load_host(tmp_path / name / HOST) for name in ("whole", "parts"))

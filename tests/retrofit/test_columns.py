@@ -369,9 +369,36 @@ def test_decimal_commas_of_a_whole_file() -> None:
         (["48.85", "2.5"], [48.85, 2.5], None),
         (["0.125", "0.250"], [0.125, 0.25], None),
     ):
-        found = of_text(cells, cells, decimal_comma=True)
+        found = of_text(cells, cells, decimal_comma=1)
         assert found.frames[0]["x"].tolist() == values
         assert found.notes[:1] == ([f"train: column 'x': {note}"] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("written", "cells", "values"),
+    [
+        # one separator: what one of the two shows holds for both
+        ([(2, ";"), (1, ";")], (["12,345"], ["1.234"]), [12.345, 1234]),
+        ([(-2, ";"), (1, ";")], (["12,345"], ["1,234"]), [12345, 1234]),
+        ([(2, "\t"), (-1, "\t")], (["12,345"], ["1,234"]), [12.345, 1.234]),
+        ([(0, "\t"), (2, "\t")], (["12.345"], ["1,234"]), [12345, 1.234]),
+        # two: each by itself
+        ([(2, ";"), (-2, ",")], (["12,345"], ["1.234"]), [12.345, 1.234]),
+        ([(2, ";"), (0, ",")], (["12,345", "?"], ["1.234", "?"]), [12.345, np.nan, 1.234, np.nan]),
+        ([(0, ","), (2, ";")], (["12.345", None], ["1.234", "0,5"]), [12.345, np.nan, 1234, 0.5]),
+        ([(2, ";"), (-2, ",")], (["True"], ["False"]), [1, 0]),
+    ],
+)
+def test_files_that_are_written_differently(
+    written: list[tuple[int, str]], cells: tuple[list[str], ...], values: list[float]
+) -> None:
+    tables = [
+        Table(name, pd.DataFrame({"x": pd.Series(column, dtype=object)}), comma, separator)
+        for name, column, (comma, separator) in zip(("train", "test"), cells, written, strict=True)
+    ]
+    found = read_columns(tables, ["x"])
+    assert found.kinds == {"x": "numbers"} and found.faults == []
+    np.testing.assert_array_equal(pd.concat([frame["x"].astype(float) for frame in found.frames]), values)
 
 
 @pytest.mark.parametrize(
@@ -393,7 +420,8 @@ def test_months_are_not_any_two_numbers() -> None:
 @pytest.mark.parametrize(
     "cell",
     "31/12/2024|12/31/2024|31.12.2024|2024/12/31|2024.12.31|31-12-2024|12/31/24|5 May 2024|5-May-24|May 5, 2024|"
-    "Dec 2024|Monday, 5 May 2024|2024-W05|2024 Q1|Q1 2024|31/12/2024 08:15".split("|"),
+    "Dec 2024|Monday, 5 May 2024|2024-W05|2024 Q1|Q1 2024|31/12/2024 08:15|31.12.24|31-12-24|12/2024|"
+    "2024-12-31 08:15 UTC|2024-12-31t08:15:00z|2024-12-31 08:15 AM|2024-12-31, 08:15|2024-12-31 (Tue)".split("|"),
 )
 def test_dates_in_another_notation_are_refused(cell: str) -> None:
     for train, test in (([None, cell], [cell]), (["2024-12-31"], [cell]), ([None, cell], ["2024-12-31"])):
@@ -405,8 +433,14 @@ def test_dates_in_another_notation_are_refused(cell: str) -> None:
             assert [(fault.table, fault.row) for fault in found.faults] == [(1, 0)] and cell in found.faults[0].reason
 
 
+def test_dates_in_two_notations_are_refused() -> None:
+    cells = ["2024-12-31", "31/12/2024", "2024-12-30", None]
+    with pytest.raises(ValueError, match=r"train: column 'x': '31/12/2024' \(row 2\) looks like a date"):
+        of_text(cells, cells[:1])
+
+
 def test_text_that_only_looks_a_little_like_dates() -> None:
-    for cell in ("1.2.10", "10.0.0.1", "3/4", "May", "mayor 12", "12-05", "A-2024"):
+    for cell in ("1.2.10", "10.0.0.1", "3/4", "May", "mayor 12", "12-05", "A-2024", "32.12.24", "2024-12-31-001"):
         assert of_text([cell, "b"], [cell]).kinds == {"x": "categories"}
 
 
@@ -459,6 +493,31 @@ def test_words_that_both_know_are_categories() -> None:
     assert found.notes == ["train: column 'x' is read as categories, since '3A' (row 21) is no number"]
 
 
+@pytest.mark.parametrize("cell", ["12%", "$3,400", "7 kg", "1_000", "0x1F", "1'000", "30:15:00", "1:30 PM", "-5 C"])
+def test_numbers_with_something_around_them_are_said_to_be_categories(cell: str) -> None:
+    found = of_text(["b", cell, None, cell], [cell])
+    assert found.kinds == {"x": "categories"}
+    assert found.notes == [
+        f"train: column 'x' is read as categories, since {cell!r} (row 2) is neither number nor date"
+    ]
+    assert of_text(["b", "c", cell], [cell]).notes == []  # less than half
+
+
+def test_blanks_around_cells_count_for_nothing() -> None:
+    for train, test, kind in (
+        ([" 2024-01-01", "2024-01-02 "], [" 2024-01-03 "], "dates"),
+        ([" 08:15", "1 days "], [" 8:15 "], "numbers"),
+        ([" 1", " NA", "2 ", "nan "], [" NA", " 3"], "numbers"),
+    ):
+        found = of_text(train, test)
+        bare = of_text([cell.strip() for cell in train], [cell.strip() for cell in test])
+        assert found.kinds == bare.kinds == {"x": kind} and found.faults == []
+        for one, other in zip(found.frames, bare.frames, strict=True):
+            pd.testing.assert_frame_equal(one, other)
+    blank = read_target(Table("t", pd.DataFrame({"y": ["1", " NA"]})), "y")
+    assert np.isnan(blank.y[1]) and not blank.not_numeric.any()
+
+
 def test_categories_that_train_has_not_are_said() -> None:
     found = of_text(["a", "b", None], ["c", "a", "d", "c", None])
     assert found.notes == ["test: column 'x': 2 of 3 categories do not occur in train, such as 'c' (row 1)"]
@@ -495,11 +554,20 @@ def test_declared_categories_stay_categories() -> None:
 
 
 def test_infinite_numbers_are_faults() -> None:
-    for values in (pd.Series([1, np.inf, 2, -np.inf]), pd.Series(["1", "inf", "2", "1e400"])):
+    too_long = pd.Series([1, 10**400, 2, -(10**400)], dtype=object)
+    for values in (pd.Series([1, np.inf, 2, -np.inf]), pd.Series(["1", "inf", "2", "1e400"]), too_long):
         found = read(values, pd.Series([np.inf]))
         assert [(fault.table, fault.row) for fault in found.faults] == [(0, 1), (0, 3), (1, 0)]
         assert found.faults[0].reason.startswith("train: column 'x' is infinite in row 2")
         assert found.frames[0]["x"].isna().tolist() == [False, True, False, True]
+
+
+def test_numbers_that_float32_does_not_hold_are_faults() -> None:
+    for values in (pd.Series([1, 3.4e38, -1e39]), pd.Series(["1", "3.4e38", "-1e39"])):
+        found = read(values, pd.Series([1.0]))
+        ((table, row, reason),) = found.faults
+        assert (table, row) == (0, 2) and "column 'x' is -1e+39, which float32 does not hold, in row 3;" in reason
+        assert found.frames[0]["x"].isna().tolist() == [False, False, True]
 
 
 def test_clocks() -> None:
@@ -592,6 +660,16 @@ def test_targets(kind: str) -> None:
         return
     target = read_target(Table("train", pd.DataFrame({"y": values})), "y")
     assert target.y.tolist() == [1, 2, 3] and target.y.dtype == np.float64 and not target.not_numeric.any()
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e-300, 1e150, 1e308])
+def test_a_target_that_tabpfn_cannot_scale(scale: float) -> None:
+    """Predictions would be 0, or not finite, whatever the target is."""
+    for y in ([scale, None, -scale], [f"{scale:g}", "2e-300"]):
+        with pytest.raises(ValueError, match=r"column 'y' is a target from .*: give it in another unit"):
+            read_target(Table("t", pd.DataFrame({"y": y})), "y")
+    for fine in ([1e-15, 2e-15], [1e140, -1e140], [1e-300, 1], [1e300, 1e300], [np.inf, 1]):
+        assert read_target(Table("t", pd.DataFrame({"y": fine})), "y").y.tolist() == fine
 
 
 def test_a_target_is_numbers_cell_by_cell() -> None:

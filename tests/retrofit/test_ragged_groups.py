@@ -133,7 +133,11 @@ def test_one_bad_group(closed, sales):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a, b: (a.drop(columns="store"), b, {}), "train has no group column 'store'"),
+        (lambda a, b: (a.drop(columns="store"), b, {}), "train has no group column 'store'; its columns are "),
+        (
+            lambda a, b: (a, b.rename(columns={"day": " day"}), {}),
+            r"test lacks columns that train has: \['day'\], and has columns that train lacks: \[' day'\]",
+        ),
         (lambda a, b: (a, b.drop(columns="store"), {}), "test has no group column 'store'"),
         (lambda a, b: (a.assign(store=range(len(a))), b, {"too_few": "nan"}), "every row of train is a group"),
         (lambda a, b: (a.assign(store=None), b, {}), "40 rows of train have no group"),

@@ -58,7 +58,9 @@ AB = {"a": ["1", "2"], "b": ["x", None]}
         ('a,b\n"1,5","x ""y"""\n2,"two\nlines"\n', {"a": ["1,5", "2"], "b": ['x "y"', "two\nlines"]}),
         ("a,b\n1,5' nail\n2,6\" nail\n", {"a": ["1", "2"], "b": ["5' nail", '6" nail']}),
         ("a, b\n1, x\n", {"a": ["1"], " b": [" x"]}),
-        (",a\n0,1\n1,2\n", {"Unnamed: 0": ["0", "1"], "a": ["1", "2"]}),
+        ("a,,b\n0,1,2\n", {"a": ["0"], "Unnamed: 1": ["1"], "b": ["2"]}),
+        ("sep=;\na;b,c\n1;x\n", {"a": ["1"], "b,c": ["x"]}),
+        ('"sep=|"\r\na|b\r\n1|x\r\n', {"a": ["1"], "b": ["x"]}),
         # one column: an empty line is an empty cell, but not at the end
         ('a\n1\n\n3\n""\n5\n\n', {"a": ["1", None, "3", None, "5"]}),
         ("a,b\n", {"a": [], "b": []}),
@@ -83,6 +85,13 @@ def test_names_in_front_of_the_rows(tmp_path: Path) -> None:
     ]
     table = read(tmp_path, "a,b\n7,1,x\n8,2,\n")
     assert cells(table) == AB and list(table.frame.index) == ["7", "8"]
+    for header in (",a,b", '"","a","b"', " ,a,b"):  # as pandas and R write it
+        table = read(tmp_path, f"{header}\n7,1,x\n8,2,\n")
+        assert cells(table) == AB and list(table.frame.index) == ["7", "8"]
+        assert table.notes == [
+            f"{tmp_path / 't.csv'}: the first column has no name and is taken for the rows' own names; it plays no part"
+        ]
+    assert list(read(tmp_path, ",a,b\n").frame) == ["a", "b"]
 
 
 def test_a_file_that_may_have_names_or_separators_at_the_ends(tmp_path: Path) -> None:
@@ -105,6 +114,8 @@ def test_a_file_that_may_have_names_or_separators_at_the_ends(tmp_path: Path) ->
         ('a,b\n1,"2\n3,4\n', "line 3: unexpected end of data"),
         ("a,b\n1,2\n".encode("utf-16-le"), "zero bytes"),
         (b"a,b\n1,\x00\n", "zero bytes"),
+        (b"(\xb5/\xfd$\n\x9d", "it is no text (byte 0x9d in line 2), or packed"),
+        ("sep=;\na;b\n1\n", "line 3 has 1 cells"),
         (b"PAR1 and no more", "cannot read"),
         (b"ARROW1 and no more", "cannot read"),
         (b"\x1f\x8b and no more", "cannot read"),
@@ -142,11 +153,26 @@ def test_what_is_said_of_separators(tmp_path: Path) -> None:
     assert read(tmp_path, "a\tb\n1\t2\n", "t.tsv").notes == read(tmp_path, "a,b\n1,2\n").notes == []
 
 
-@pytest.mark.parametrize("content", ["a;b\n1,5;2\n", "a;b\n1.234,5;2\n", "a;b\nx;-0,5\n"])
-def test_decimal_commas_are_noticed(tmp_path: Path, content: str) -> None:
-    assert read(tmp_path, content).decimal_comma
-    assert not read(tmp_path, "a;b\n1.5;2\n").decimal_comma
-    assert not read(tmp_path, 'a,b\n"1,5",2\n').decimal_comma
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a;b\n1,5;2\n", 2),
+        ("a;b\n1.234,5;2\n", 2),
+        ("a;b\nx;-0,5\n", 2),
+        ("a\tb\n1,5\t12,345\n", 2),
+        ('a,b\n"1,5","12,345"\n', 2),
+        ("a;b\n1,234.5;12,345\n", -2),
+        ("a;b\n1,234,567;12,345\n", -2),
+        ("a;b\n1.5;2\n", -2),
+        ("a;b\n12,345;1.5\n", 1),  # semicolons are used where commas are for decimals
+        ("a\tb\n12,345\t2\n", -1),
+        ("a;b\n1,5;1,234.5\n12,345;2\n", 1),  # both are shown
+        ("a;b\n1;x, y\n2;3,5 kg\n", 0),
+        ("a;b\n12.345;2\n", 0),
+    ],
+)
+def test_decimal_commas_are_noticed(tmp_path: Path, content: str, expected: int) -> None:
+    assert read(tmp_path, content).decimal_comma == expected
 
 
 def zipped(content: bytes, names: tuple[str, ...] = ("t.csv",)) -> bytes:
