@@ -169,7 +169,8 @@ def check_groups(
         if by not in frame.columns:
             raise ValueError(f"{name} has no group column {by!r}; its columns are {listed(frame.columns)}")
         if frame[by].isna().any():
-            raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}")
+            first = int(frame[by].isna().to_numpy().argmax()) + 1
+            raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}, such as row {first}")
         if not frame[by].map(lambda group: isinstance(group, Hashable)).all():
             raise ValueError(f"{by!r} of {name} holds values that cannot name a group, such as {frame[by].iloc[0]!r}")
     if target not in train.columns:
