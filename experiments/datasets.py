@@ -19,7 +19,7 @@ import pandas as pd
 from sklearn.model_selection import train_test_split
 
 from ..calibration.cases import Case
-from ..retrofit.columns import Table, read_columns, read_target
+from ..retrofit.columns import Table, listed, read_columns, read_target
 from ..retrofit.tables import read_table
 
 DATA_FOLDER = Path(__file__).parent / "data"
@@ -247,7 +247,7 @@ def _checked(name: str, table: Table, target: str) -> Dataset:
     if len(repeated):
         raise DatasetError(f"{name}: column {repeated[0]!r} occurs more than once; rename or remove the repeats")
     if target not in frame.columns:
-        raise DatasetError(f"{name}: no column {target!r}; the columns are {', '.join(map(str, frame.columns))}")
+        raise DatasetError(f"{name}: no column {target!r}; the columns are {listed(frame.columns)}")
     if frame.shape[1] == 1:
         raise DatasetError(f"{name}: {target!r} is the only column; at least one feature column is needed")
     if len(frame) < MIN_ROWS:

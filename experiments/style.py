@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -26,5 +27,10 @@ def short_datasets(specs: Sequence[str]) -> dict[str, str]:
         shorter = {spec: f"{PurePath(*parts[-folders:])}#{target}" for spec, (parts, target) in files.items()}
         taken = Counter({**names, **shorter}.values())
         names |= {spec: name for spec, name in shorter.items() if taken[name] == 1}
-    # A file's name may hold bytes that are no UTF-8, which neither a table nor a terminal takes.
-    return {spec: name.encode("utf-8", "backslashreplace").decode() for spec, name in names.items()}
+    # A name may hold ends of lines, and a file's bytes that are no UTF-8, which neither a table nor a terminal takes.
+    return {
+        spec: re.sub(
+            r"[\x00-\x1f]", lambda found: repr(found[0])[1:-1], name.encode("utf-8", "backslashreplace").decode()
+        )
+        for spec, name in names.items()
+    }

@@ -142,6 +142,11 @@ def read_target(table: Table, name: Hashable) -> Target:
     return Target(y.to_numpy(), (y.isna() & ~missing).to_numpy(), notes)
 
 
+def listed(names: Sequence[Hashable] | pd.Index) -> str:
+    """Names of columns for a message, with the blanks around them to be seen."""
+    return f"{list(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
 def take(frame: pd.DataFrame, rows: np.ndarray) -> pd.DataFrame:
     """Some rows, without the categories that occur in others: there may be very many."""
     taken = frame.iloc[rows]

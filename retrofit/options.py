@@ -201,7 +201,8 @@ def what_failed(error: OSError) -> str:
 
 
 def without_advice(text: str) -> str:
-    """What TabPFN says, without the advice to set a parameter that no command has."""
+    """What TabPFN says, its parameters as the options of commands that they are, without those that no command has."""
+    text = re.sub(r'inference_precision="(\w+)"', r"--precision \1", text)
     text = re.sub(r"\s*Set `ignore_pretraining_limits=True`\s*to override this\s*error!", "", text)
     return re.sub(r"\s+or\s+set ignore_pretraining_limits=True", "", text)
 

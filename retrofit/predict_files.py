@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..calibration.settings import DEVICES, HOST, PRECISIONS, TABLES
+from ..calibration import settings
+from ..calibration.settings import DEVICES, HOST, TABLES
 from .options import check_choice, check_host, check_input, check_outputs, host_file, unwritten, without_advice
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class PredictOptions:
             raise ValueError(f"the group column cannot be called {self.by!r}, as a column of predictions is: {answers}")
         if self.by == self.target:
             raise ValueError(f"{self.target!r} cannot be both target and group")
-        check_choice("--precision", self.precision, PRECISIONS)
+        check_choice("--precision", self.precision, settings.PRECISIONS)
         check_choice("--device", self.device, DEVICES)
         check_input("--retrofit", self.retrofit)
         if self.host is not None:
@@ -119,8 +120,7 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
     train, test = (read_table(path, options.by) for path in (options.train, options.test))
     by = _groups(train, test, options)
 
-    import torch
-
+    from ..calibration.predicting import PRECISIONS
     from .api import load, patch
     from .hosts import load_host
     from .long_table import read_groups
@@ -152,7 +152,7 @@ def predict_files(options: PredictOptions, device: str = "cpu", begin: Begin = l
             on_error="skip" if skip else "raise",
             on_tables=begin("Predicting", table.test[by].nunique()),
             device=device,
-            inference_precision=getattr(torch, options.precision, options.precision),
+            inference_precision=PRECISIONS[options.precision],
         )
     except ValueError as error:
         raise ValueError(str(error).removeprefix(f"group {_WHOLE!r}: ")) from error

@@ -24,6 +24,7 @@ from .columns import MISSING, Table
 
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", "|": "bars", ",": "commas"}
 _SAMPLE = 100_000  # characters from which the separator is seen
+_SHOWN = 10_000  # cells of a column that show how its numbers are written
 
 
 def read_table(path: Path, group: Hashable | None = None) -> Table:
@@ -179,7 +180,7 @@ def _decimal_comma(columns: Sequence[tuple[str, ...]], separator: str) -> int:
     """
     shown, either, points = 0, False, False
     for cells in columns:
-        distinct = [cell for cell in dict.fromkeys(cells) if cell.strip() and cell not in MISSING]
+        distinct = [cell for cell in dict.fromkeys(cells) if cell.strip() not in MISSING][:_SHOWN]
         if not any("," in cell or "." in cell for cell in distinct):
             continue
         thousands = ~np.isnan(notations.thousands(distinct))

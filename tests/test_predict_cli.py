@@ -19,10 +19,11 @@ from tabpfn import TabPFNRegressor
 from typer.testing import CliRunner
 
 from oretrofit import cli
+from oretrofit.calibration import settings
 from oretrofit.experiments.datasets import load_dataset
 from oretrofit.experiments.pretrain import save_host
 from oretrofit.retrofit import api
-from oretrofit.retrofit.ragged import predicting, preparing
+from oretrofit.retrofit.ragged import groups, predicting, preparing
 
 regressor = functools.partial(TabPFNRegressor, n_estimators=2, inference_precision=torch.float32)
 
@@ -71,6 +72,9 @@ def files(tmp_path_factory: pytest.TempPathFactory, tiny_host) -> Path:
     train.assign(y=train["y"].mask(train["shop"] == "south")).to_csv(folder / "gap.csv", index=False)
     train.assign(shop=range(len(train))).to_csv(folder / "unique.csv", index=False)
     train[train["shop"] != "west"].to_csv(folder / "no-west.csv", index=False)
+    train.assign(shop=train["shop"].where(~np.isin(np.arange(len(train)), [2, 4]))).to_csv(
+        folder / "no-shop.csv", index=False
+    )
     train[["y"]].to_csv(folder / "only-y.csv", index=False)
     train.head(1).to_csv(folder / "one-row.csv", index=False)
     for name, table, kinds in (("train", train, ["1", "2", "A"]), ("test", test, ["1", None, "2"])):
@@ -247,6 +251,7 @@ def test_pooled(tmp_path: Path) -> None:
         ("--train one-row.csv", "one-row.csv has one row; a prediction needs two"),
         ("--target z", "train.csv has no target column 'z'; its columns are ['x1', 'x2', 'shop', 'kind', 'y']"),
         ("--by city", "no group column 'city'"),
+        ("--train no-shop.csv --by shop", "2 rows of no-shop.csv have no group in 'shop', such as row 3"),
         ("--by y", "'y'"),
         ("--train unique.csv --by shop", "every row of unique.csv is a group of its own: 'shop' names rows"),
         ("--train no-west.csv --by shop", "1 of 3 groups in test.csv have fewer than 2 train rows: 'west' (0)"),
@@ -405,6 +410,30 @@ def by_tabpfn(train: pd.DataFrame, test: pd.DataFrame) -> np.ndarray:
 
 
 SALES = "sales,price,promo\n10,1,0\n20,2,1\n30,3,0\n40,4,1\n50,5,0\n", "price,promo\n2.5,0\n4.5,1\n"
+
+
+@pytest.mark.parametrize("precision", settings.PRECISIONS)
+def test_precisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    """Each as TabPFN calls it."""
+    given: list[object] = []
+    predict_long = groups.predict_long
+
+    def recorded(*args, inference_precision, **more):
+        given.append(inference_precision)
+        return predict_long(*args, inference_precision=torch.float32, **more)
+
+    monkeypatch.setattr(groups, "predict_long", recorded)
+    result = predict(f"--precision {precision}", tmp_path / "p.csv")
+    assert result.exit_code == 0, result.output
+    assert given == [{"float32": torch.float32, "float64": torch.float64}.get(precision, precision)]
+
+
+def test_autocast_on_a_cpu_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tabpfn.utils._cpu_supports_fast_bf16", lambda: False)
+    monkeypatch.setattr(predicting, "TabPFNRegressor", TabPFNRegressor)
+    result = predict("--precision autocast", tmp_path / "p.csv")
+    assert result.exit_code == 2
+    assert "Set `--precision auto` to fall back" in result.stderr and "inference_precision" not in result.stderr
 
 
 @pytest.mark.parametrize("sides", [(0,), (1,), (0, 1)])

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 import pandas as pd
 
-from ..columns import Table, take
+from ..columns import Table, listed, take
 from ..long_table import LongTable, read_groups
 from .predicting import QUANTILES, Retrofitted, TableError, check_closed, predict_ragged
 from .report import RaggedReport, Tally
@@ -167,14 +167,15 @@ def check_groups(
         if frame.columns.has_duplicates:
             raise ValueError(f"{name} has several columns called {frame.columns[frame.columns.duplicated()][0]!r}")
         if by not in frame.columns:
-            raise ValueError(f"{name} has no group column {by!r}; its columns are {_listed(frame.columns)}")
+            raise ValueError(f"{name} has no group column {by!r}; its columns are {listed(frame.columns)}")
         if frame[by].isna().any():
-            raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}")
+            first = int(frame[by].isna().to_numpy().argmax()) + 1
+            raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}, such as row {first}")
         if not frame[by].map(lambda group: isinstance(group, Hashable)).all():
             raise ValueError(f"{by!r} of {name} holds values that cannot name a group, such as {frame[by].iloc[0]!r}")
     if target not in train.columns:
         raise ValueError(
-            f"{names[0]} has no target column {target!r}; its columns are {_listed(train.columns.drop(by))}"
+            f"{names[0]} has no target column {target!r}; its columns are {listed(train.columns.drop(by))}"
         )
     if len(train) > 1 and train[by].is_unique:
         raise ValueError(f"every row of {names[0]} is a group of its own: {by!r} names rows, not groups")
@@ -189,14 +190,10 @@ def check_groups(
     missing = [column for column in features if column not in others]
     extra = sorted(others - set(features), key=str)
     if missing or extra:
-        lacks = [f"lacks columns that {names[0]} has: {_listed(missing)}"] if missing else []
-        has = [f"has columns that {names[0]} lacks: {_listed(extra)}"] if extra else []
+        lacks = [f"lacks columns that {names[0]} has: {listed(missing)}"] if missing else []
+        has = [f"has columns that {names[0]} lacks: {listed(extra)}"] if extra else []
         raise ValueError(f"{names[1]} {', and '.join(lacks + has)}")
     return features
-
-
-def _listed(names: Sequence[Hashable] | pd.Index) -> str:
-    return f"{list(names[:20])}" + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def _check_settings(output_type: str, quantiles: list[float] | None, min_rows: int, too_few: str) -> None:

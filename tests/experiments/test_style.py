@@ -28,3 +28,8 @@ def test_targets_are_whole() -> None:
 def test_sites() -> None:
     name = "feature_distribution_embedder.layers.0.cross_attn_block1.layernorm_kv"
     assert TABPFN_V3.shorten(name) == "emb.0.ca1.ln_kv"
+
+
+def test_a_name_is_one_line() -> None:
+    spec = "csv:a/t.csv#new\nline\tof"
+    assert short_datasets([spec]) == {spec: r"t.csv#new\nline\tof"}
