@@ -138,6 +138,8 @@ def test_a_broken_host_is_named_and_its_mean_given_without_it(tmp_path: Path) ->
     )
     summary = report.make_summary(SETTINGS, made)
     assert summary["broken_host"] == [{"dataset": "a", "seed": 0, "host_rmse": 26.0, "train_mean_rmse": 3.0}]
+    both = pd.DataFrame([*made.to_dict("records"), record("a", 0, "full-o", 1.0, host_rmse=26.0)])
+    assert report.make_summary(SETTINGS, both)["broken_host"] == summary["broken_host"]  # once for all variants
     oa = summary["variants"]["oa"]
     assert (oa["mean_rmse_delta_pct"], oa["mean_rmse_delta_pct_without_broken"]) == (-29.0, 2.0)
     table = write(tmp_path, summary, made)
