@@ -28,6 +28,8 @@ def test_predicts_as_tabpfn_does(tiny_host, table) -> None:
     unasked = predicting.fit_and_predict(tiny_host.specs, X, y, X_test, **given)
     asked = predicting.fit_and_predict(tiny_host.specs, X, y, X_test, inference_precision=torch.float32, **given)
     assert np.array_equal(unasked, asked)
+    with pytest.raises(RuntimeError, match="nowhere"):
+        predicting.fit_and_predict(tiny_host.specs, X, y, X_test, device="nowhere", **given)
     full = predicting.predict_case(tiny_host.specs, case, output_type="full", n_estimators=2)
     assert {"mean", "logits", "criterion"} <= full.keys() and np.array_equal(full["mean"], unasked)
 

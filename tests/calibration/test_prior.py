@@ -80,3 +80,4 @@ def test_calibration_tables_depend_on_their_seed_alone():
         assert len(X_train) == len(y_train) == len(table.y) * 2 // 3
         assert np.array_equal(np.concatenate([X_train, X_test]), table.X, equal_nan=True)
         assert np.array_equal(np.concatenate([y_train, y_test]), table.y)
+    assert [len(part) for part in split_table(draw(0, 3, 1))] == [2, 2, 1, 1]

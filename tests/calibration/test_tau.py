@@ -36,6 +36,8 @@ def test_presence_at_the_quantile_is_one_minus_delta(size, seed, delta, quantile
 def test_tau_by_hand(delta, tau):
     """`4 / (tau + 4) = 1 - delta` solved for tau."""
     assert choose_tau(np.full(5, 4.0), delta) == pytest.approx(tau, rel=1e-12)
+    # Unasked at the quantile 1 %, which of 101 values is the second.
+    assert choose_tau(np.r_[0.5, 4.0, np.full(99, 9.0)], delta) == pytest.approx(tau, rel=1e-12)
 
 
 @settings(max_examples=50, deadline=None)

@@ -96,18 +96,21 @@ def test_baselines_say_what_cannot_be_split_before_they_begin(tiny_host, tmp_pat
 
 
 def test_baselines_end_with_the_mean_over_datasets(tiny_host, monkeypatch):
-    # Predicting the train mean is off by 1 in both tables; what is fitted by 2 in one and by 4 in the other.
+    # Predicting the train mean is off by 1 everywhere; what is fitted by these, a seed each.
+    off = {("two", 0): 2.0, ("two", 1): 4.0, ("one", 0): 1.0, ("one", 1): 6.0}
     one = Case("one", 0, pd.DataFrame({"x": [0.0]}), np.array([5.0]), pd.DataFrame({"x": [0.0]}), np.array([6.0]))
-    cases = iter([one, replace(one, dataset="two")])
-    off = {"one": 2.0, "two": 4.0}
     monkeypatch.setattr(baselines, "load_dataset", lambda spec: spec)
-    monkeypatch.setattr(baselines, "make_case", lambda *_: next(cases))
-    monkeypatch.setattr(baselines, "_predict", lambda model, case: case.y_test + off[case.dataset])
-    monkeypatch.setattr(baselines, "predict_case", lambda specs, case, **_: case.y_test - 2 * off[case.dataset])
-    table = baselines.compare_baselines(tiny_host, ["one", "two"], 1)
+    monkeypatch.setattr(baselines, "make_case", lambda dataset, seed, *_: replace(one, dataset=dataset, seed=seed))
+    monkeypatch.setattr(baselines, "_predict", lambda model, case: case.y_test + off[case.dataset, case.seed])
+    monkeypatch.setattr(
+        baselines, "predict_case", lambda specs, case, **_: case.y_test - 2 * off[case.dataset, case.seed]
+    )
+    lines = []
+    table = baselines.compare_baselines(tiny_host, ["two", "one"], 2, on_case=lines.append)
     assert table.to_dict("list") == {
-        "dataset": ["one", "two", "mean"],
-        "ridge": [2.0, 4.0, 3.0],
-        "random_forest": [2.0, 4.0, 3.0],
-        "host": [4.0, 8.0, 6.0],
+        "dataset": ["two", "one", "mean"],
+        "ridge": [3.0, 3.5, 3.25],
+        "random_forest": [3.0, 3.5, 3.25],
+        "host": [6.0, 7.0, 6.5],
     }
+    assert lines[1] == "two seed 1: ridge 4.000, random_forest 4.000, host 8.000" and len(lines) == 4

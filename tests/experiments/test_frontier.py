@@ -22,7 +22,7 @@ from oretrofit.experiments.evaluate import Plan, case_rows, evaluate
 from oretrofit.experiments.runs import open_run
 from oretrofit.patches.presence import presence
 from oretrofit.retrofit.api import calibrate
-from oretrofit.retrofit.check import near_identity, synthetic_cases
+from oretrofit.retrofit.check import Change, near_identity, synthetic_cases
 from oretrofit.retrofit.hosts import Host
 
 
@@ -82,6 +82,12 @@ def test_sweep(tiny_host: Host, calibration: Calibration) -> None:
         assert (low + high) / 2 == pytest.approx(row["mean_rmse_delta_pct"], rel=1e-9)
         assert row["largest_rmse_delta_pct"] == pytest.approx(max(low, high, key=abs), rel=1e-9)
         assert row["worst_rmse_delta_pct"] == pytest.approx(high, rel=1e-9)
+
+
+def test_interval_by_hand() -> None:
+    # A resample of three cases is one of them alone with probability 1/27 each, more than the 2.5 % of either end.
+    changes = [Change(1.0, 1.0, value, 0.0) for value in (3.0, 1.0, 2.0)]
+    assert frontier._interval(changes) == {"ci95_low_pct": 1.0, "ci95_high_pct": 3.0}
 
 
 def test_every_variant_is_swept_by_default() -> None:

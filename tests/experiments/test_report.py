@@ -34,8 +34,8 @@ def rows() -> pd.DataFrame:
         [
             record("a", 0, "oa", 1.0, **first, host_peak_mb=100.0, variant_peak_mb=110.0),
             record("a", 1, "oa", -2.0, max_abs_diff_sd=0.1, variant_seconds=1.0, variant_nll=0.5),
-            record("b", 0, "oa", 4.0, variant_seconds=5.0),
-            record("b", 1, "oa", 0.0, variant_seconds=2.5),
+            record("b", 0, "oa", 4.0, variant_seconds=5.0, host_peak_mb=100.0, variant_peak_mb=130.0),
+            record("b", 1, "oa", 0.0, variant_seconds=2.5, host_peak_mb=100.0, variant_peak_mb=400.0),
             record("a", 0, "identity", 0.0),
         ]
     )
@@ -55,7 +55,7 @@ def test_summary_by_hand() -> None:
     assert oa["mean_nll_delta"] == pytest.approx((0.25 - 0.5) / 4)
     assert oa["max_abs_diff_sd"] == 0.5
     assert oa["time_ratio"] == pytest.approx(2.0)  # median of 1.5, 1, 5, 2.5
-    assert oa["peak_memory_ratio"] == pytest.approx(1.1)  # known for one case only
+    assert oa["peak_memory_ratio"] == pytest.approx(1.3)  # median of 1.1, 1.3, 4; of one case not known
     assert summary["identity"]["peak_memory_ratio"] is None
     assert summary["identity"]["ci95_pct"] == [0.0, 0.0]
 
@@ -75,6 +75,7 @@ def test_interval_is_that_of_the_mean_and_always_the_same() -> None:
 def test_the_largest_change_is_of_either_sign() -> None:
     found = report.summarize(pd.DataFrame([record("a", i, "oa", v) for i, v in enumerate((0.48, -0.82, 0.1))]))["oa"]
     assert (found["largest_rmse_delta_pct"], found["worst_rmse_delta_pct"]) == (-0.82, 0.48)
+    assert (found["wins"], found["losses"]) == (1, 2)
 
 
 SETTINGS: dict = {
@@ -137,6 +138,8 @@ def test_a_broken_host_is_named_and_its_mean_given_without_it(tmp_path: Path) ->
     )
     summary = report.make_summary(SETTINGS, made)
     assert summary["broken_host"] == [{"dataset": "a", "seed": 0, "host_rmse": 26.0, "train_mean_rmse": 3.0}]
+    both = pd.DataFrame([*made.to_dict("records"), record("a", 0, "full-o", 1.0, host_rmse=26.0)])
+    assert report.make_summary(SETTINGS, both)["broken_host"] == summary["broken_host"]  # once for all variants
     oa = summary["variants"]["oa"]
     assert (oa["mean_rmse_delta_pct"], oa["mean_rmse_delta_pct_without_broken"]) == (-29.0, 2.0)
     table = write(tmp_path, summary, made)

@@ -660,6 +660,16 @@ def test_statistics_are_the_hosts_on_what_exists(models):
         assert (kept["std"][b, x.shape[1] :] == 1).all()
 
 
+def test_a_deviation_below_the_range_of_the_dtype_is_none(models):
+    """It would be 0, and divided by; the host takes 1."""
+    model, _, _ = fresh(models, dtype=torch.float32)
+    x = torch.zeros(10, 2)
+    x[4, 0] = 2.0**-149  # the smallest number: over ten rows a deviation of 0.3 of it
+    x[:, 1] = torch.arange(10.0)
+    kept = statistics(model, x[:, None], torch.ones(10, 1), None)
+    assert kept["std"].tolist() == [[1.0, pytest.approx(x[:, 1].double().std().item(), rel=1e-6)]]
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
 def test_null_rows_change_no_bit_of_the_statistics(models, scale):
     """In float32, wherever and however many they are."""
