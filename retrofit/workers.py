@@ -17,11 +17,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import threadpoolctl
 import torch
 from joblib.externals import loky
+
+from .calls import Caught, recorded, repeat
+from .cluster import call_each_on
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -37,6 +43,7 @@ def call_each(
     *,
     start: str | None = None,
     ahead: int | None = None,
+    client: Client | None = None,
 ) -> Generator[tuple[int, Result], None, None]:
     """Call a function with each argument, in processes that live as long as this generator: close it.
 
@@ -49,14 +56,18 @@ def call_each(
         processes: How many, of one thread each; 0 to call the function here.
         start: How they start, `fork` or `loky`; by default as of `start_method`.
         ahead: How many arguments may be on their way at once.
+        client: Of a Dask cluster, whose workers call the function in place of processes here (`cluster`).
 
     Yields:
         The position of an argument and the function's result, as they come.
     """
+    if client is not None:
+        yield from call_each_on(client, function, arguments, ahead=ahead)
+        return
     left = enumerate(arguments)
     behind: list[tuple[int, Argument]] = []
     if processes:
-        warned: set[tuple[str, type[Warning]]] = set()
+        said: set[Caught] = set()
         with _pool(function, processes, start or start_method()) as pool:
             sent: dict[Future, tuple[int, Argument]] = {}
             try:
@@ -80,10 +91,7 @@ def call_each(
                             behind.append(sent.pop(future))
                             continue
                         index, _ = sent.pop(future)
-                        for message, category in caught:
-                            if (message, category) not in warned:
-                                warned.add((message, category))
-                                warnings.warn(message, category, stacklevel=2)
+                        repeat(caught, said)
                         yield index, result
             except BrokenExecutor:
                 warnings.warn(
@@ -131,9 +139,7 @@ def _call(argument: bytes) -> bytes:
 
     Pickled on both ways: a pool would send each tensor as an open file, of which a process has few.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        result = _function(pickle.loads(argument))
-    return pickle.dumps((result, [(str(warning.message), warning.category) for warning in caught]))
+    return pickle.dumps(recorded(_function, pickle.loads(argument)))
 
 
 def start_forked_worker(function: Callable[[Any], Any], stopped: Any) -> None:
