@@ -1,4 +1,4 @@
-"""One function, called with many arguments by the workers of a Dask cluster, here or on many machines (docs/cluster.md).
+"""One function, called with many arguments by a Dask cluster's workers, here or on many machines (docs/cluster.md).
 
 Dask (`pip install 'oretrofit[dask]'`) is imported when a cluster is asked for, and not before.
 """
