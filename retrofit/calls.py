@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
-Argument = TypeVar("Argument")
 Result = TypeVar("Result")
 
 # The message of a warning, and its category.
 Caught = tuple[str, type[Warning]]
 
 
-def recorded(function: Callable[[Argument], Result], argument: Argument) -> tuple[Result, list[Caught]]:
+def recorded(function: Callable[..., Result], *arguments: Any) -> tuple[Result, list[Caught]]:
     """A function's result, and what it warned of."""
     with warnings.catch_warnings(record=True) as caught:
-        result = function(argument)
+        result = function(*arguments)
     return result, [(str(warning.message), warning.category) for warning in caught]
 
 

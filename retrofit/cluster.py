@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
+import logging
 import pickle
 import platform
 import threading
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .calls import Caught, recorded, repeat
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Future
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -60,7 +61,9 @@ def connected(address: str) -> Iterator[Client]:
 
             threads = torch.get_num_threads()
             scheduler: Any = stack.enter_context(
-                LocalCluster(n_workers=threads, threads_per_worker=1, dashboard_address=None)
+                LocalCluster(
+                    n_workers=threads, threads_per_worker=1, dashboard_address=None, silence_logs=logging.ERROR
+                )
             )
         else:
             scheduler = address
@@ -122,18 +125,13 @@ def call_each_on(
     """
     import cloudpickle
     from distributed import as_completed
-    from distributed.scheduler import KilledWorker
 
-    content = cloudpickle.dumps(function)
-    name = f"oretrofit-{hashlib.sha256(content).hexdigest()}"
     left = enumerate(arguments)
     behind: list[tuple[int, Argument]] = []
     sent: dict[Any, tuple[int, Argument]] = {}
     said: set[Caught] = set()
     done = as_completed(loop=client.loop)
-    with _sending():
-        # A task, and no scattered data: should the last worker that has it be lost, Dask sends it again.
-        packed = client.submit(_keep, content, key=name)
+    name, packed = send(client, function)
     try:
         while True:
             room = ahead or AHEAD * max(1, sum(client.nthreads().values()))
@@ -144,22 +142,14 @@ def call_each_on(
                     behind.append((index, argument))
                     continue
                 with _sending():
-                    future = client.submit(_call, name, packed, pickled, pure=False)
+                    future = client.submit(_call_pickled, name, packed, pickled, pure=False)
                 sent[future] = index, argument
                 done.add(future)
             if not sent:
                 break
             future = next(done)
             index, argument = sent.pop(future)
-            try:
-                answer = future.result()
-            except KilledWorker as error:
-                raise MemoryError(
-                    f"{error.allowed_failures + 1} workers of the cluster were killed at the same work, one after the "
-                    "other, most likely for want of memory; give each worker more memory (--memory-limit; fewer on a "
-                    "machine)"
-                ) from error
-            if answer is None:
+            if (answer := result_of(future)) is None:
                 behind.append((index, argument))
                 continue
             result, caught = pickle.loads(answer)
@@ -169,6 +159,30 @@ def call_each_on(
         client.cancel([*sent, packed])
     for index, argument in behind:
         yield index, function(argument)
+
+
+def send(client: Client, function: Callable[..., Any]) -> tuple[str, Future]:
+    """The first two arguments of `call`: a function's name by its content, and its content in the cluster."""
+    import cloudpickle
+
+    content = cloudpickle.dumps(function)
+    name = f"oretrofit-{hashlib.sha256(content).hexdigest()}"
+    with _sending():
+        # A task, and no scattered data: should the last worker that has it be lost, Dask sends it again.
+        return name, client.submit(_keep, content, key=name)
+
+
+def result_of(future: Future) -> Any:
+    """A future's result. Raises `MemoryError` where one worker after the other was killed at it."""
+    from distributed.scheduler import KilledWorker
+
+    try:
+        return future.result()
+    except KilledWorker as error:
+        raise MemoryError(
+            f"{error.allowed_failures + 1} workers of the cluster were killed at the same work, one after the other, "
+            "most likely for want of memory; give each worker more memory (--memory-limit; fewer on a machine)"
+        ) from error
 
 
 @contextmanager
@@ -188,9 +202,8 @@ _unpacked: dict[str, Callable[[Any], Any]] = {}
 _one_at_a_time = threading.Lock()
 
 
-def _call(name: str, content: bytes, argument: bytes) -> bytes | None:
-    """The function in a worker, its result and what it warned of; None for a result that cannot be pickled."""
-    import cloudpickle
+def call(name: str, content: bytes, *arguments: Any) -> tuple[Any, list[Caught]]:
+    """In a worker: the function's result, and what it warned of."""
     import threadpoolctl
     import torch
 
@@ -200,7 +213,14 @@ def _call(name: str, content: bytes, argument: bytes) -> bytes | None:
             _unpacked[name] = pickle.loads(content)
             threadpoolctl.threadpool_limits(1)
         torch.set_num_threads(1)
-        answer = recorded(_unpacked[name], pickle.loads(argument))
+        return recorded(_unpacked[name], *arguments)
+
+
+def _call_pickled(name: str, content: bytes, argument: bytes) -> bytes | None:
+    """`call`, both ways pickled; None for a result that cannot be."""
+    import cloudpickle
+
+    answer = call(name, content, pickle.loads(argument))
     try:
         return cloudpickle.dumps(answer)
     except Exception:

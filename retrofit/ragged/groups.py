@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -175,10 +175,17 @@ def check_groups(train: pd.DataFrame, test: pd.DataFrame, *, target: str, by: st
     if text in ([{True}, {False}], [{False}, {True}]):
         kinds = f"{train[by].dtype} in train and {test[by].dtype} in test"
         raise ValueError(f"no group of test is in train: {by!r} is {kinds}")
-    features = [column for column in train.columns if column not in (target, by)]
+    return check_features(train.columns, test.columns, target=target, by=by)
+
+
+def check_features(
+    train: Iterable[Hashable], test: Iterable[Hashable], *, target: Hashable, by: Hashable
+) -> list[Hashable]:
+    """The features, to go by the columns' names. Raises `ValueError` unless train and test have the same."""
+    features = [column for column in train if column not in (target, by)]
     if not features:
         raise ValueError(f"train has no columns beside {target!r} and {by!r} to predict from")
-    others = set(test.columns) - {target, by}
+    others = set(test) - {target, by}
     if missing := [column for column in features if column not in others]:
         raise ValueError(f"test lacks columns that train has: {missing}")
     if extra := sorted(others - set(features), key=str):

@@ -159,7 +159,7 @@ def test_a_memory_limit_that_is_hit_again_and_again(client):
         time.sleep(60)
         return held.sum()
 
-    with pytest.raises(MemoryError, match="2 workers of the cluster were killed at the same work.*memory-limit"):
+    with pytest.raises(MemoryError, match="2 workers of the cluster were killed at the same work, "):
         list(on(client, greedy, [0]))
     assert dict(on(client, lambda i: i, [3])) == {0: 3}  # the cluster lives on
 
