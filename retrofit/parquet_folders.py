@@ -71,7 +71,7 @@ def open_folder(folder: Path) -> Folder:
     if not files or not all(map(Path.is_file, files)):
         raise ValueError(f"{folder} holds {'other folders' if files else 'no files'}; give a folder of Parquet files")
     opened, rows, size = Folder(str(folder), None, [], [], 0, 0), 0, 0
-    for file in files:
+    for file in map(Path.resolve, files):  # workers may be in another folder
         try:
             parquet = pq.ParquetFile(file)
         except (pa.ArrowException, OSError) as error:
@@ -103,7 +103,13 @@ def open_folder(folder: Path) -> Folder:
 
 def _read(piece: Piece, columns: Iterable[str]) -> pd.DataFrame:
     """Some columns, with each row's number in the file as their index."""
-    with pq.ParquetFile(piece.path) as file:
+    try:
+        opened = pq.ParquetFile(piece.path)
+    except OSError as error:
+        raise ValueError(
+            f"a worker cannot read {piece.path}: {error}; folders have to be at the same place on all machines"
+        ) from error
+    with opened as file:
         frame = file.read_row_groups(piece.groups, columns=list(dict.fromkeys(columns))).to_pandas(ignore_metadata=True)
     return frame.set_index(pd.RangeIndex(piece.row, piece.row + len(frame)))
 
@@ -134,10 +140,7 @@ class Column:
         elif side.kind == "dates":
             seen.zones.add(side.values.dt.tz)
         else:
-            values = side.values
-            if side.kind == "categories" and pd.api.types.is_numeric_dtype(values.cat.categories.dtype):
-                raise ValueError(f"{place} is a dictionary of numbers; store it as text, or as numbers")
-            seen.looks = text_counts(Typed("text", values.astype(object)))
+            seen.looks = text_counts(Typed("text", side.values.astype(object)))
         return seen
 
     def add(self, other: Column) -> None:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from .api import Retrofit
     from .terminal import Begin
 
-# What a partition has at most, on average: bytes of train and test, unpacked, and groups. And partitions for each thread
-# of the cluster, at least.
+# What a partition has at most, on average: bytes of train and test, unpacked, and groups. And how many partitions there
+# are at least, for each thread of the cluster.
 _BYTES, _GROUPS, _SHARES = 2**26, 500, 4
 
 _KEPT = "(kept) {}".format  # what a kept column is called on its way: it may be a feature, too

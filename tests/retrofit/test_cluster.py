@@ -13,10 +13,12 @@ import pandas as pd
 import pytest
 import torch
 from distributed import Client, LocalCluster
+from typer.testing import CliRunner
 
-from oretrofit import TableError, patch
+from oretrofit import TableError, cli, patch
 from oretrofit.retrofit import cluster
 from oretrofit.retrofit.cluster import connected
+from oretrofit.retrofit.predict_files import PredictOptions, predict_files
 from oretrofit.retrofit.workers import call_each
 
 HERE = os.getpid()
@@ -142,28 +144,6 @@ def test_closing_takes_back_what_has_not_begun(client, tmp_path):
     assert len(list(tmp_path.iterdir())) <= 6  # the first; and what each worker had begun, or was about to
 
 
-def test_a_killed_worker_costs_nothing(client, tmp_path):
-    def killed_once(i):
-        if i == 5 and not (tmp_path / "killed").exists():
-            (tmp_path / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return i
-
-    assert sorted(on(client, killed_once, range(20))) == [(i, i) for i in range(20)]
-    assert (tmp_path / "killed").exists()
-
-
-def test_a_memory_limit_that_is_hit_again_and_again(client):
-    def greedy(_):
-        held = np.ones(2 * LIMIT // 8)
-        time.sleep(60)
-        return held.sum()
-
-    with pytest.raises(MemoryError, match="2 workers of the cluster were killed at the same work, "):
-        list(on(client, greedy, [0]))
-    assert dict(on(client, lambda i: i, [3])) == {0: 3}  # the cluster lives on
-
-
 # ---- Connections ---------------------------------------------------------------------------------
 
 
@@ -249,3 +229,201 @@ def test_predict_groups(client, closed):
 def test_refused(client, closed, tables, settings, message):
     with pytest.raises(ValueError, match=message):
         closed.predict_ragged(*lists(tables), **{"client": client, **settings}, **OPTIONS)
+
+
+# ---- Folders -------------------------------------------------------------------------------------
+
+SHOPS = list("abcdefghijkl")
+
+
+@pytest.fixture(scope="module")
+def panel(closed, tmp_path_factory):
+    """Train and test in folders of four files, among which each shop's rows lie, and in one file each; and a host.
+
+    Shop `z` is in test only, and `day` is empty in shop `a`.
+    """
+    folder = tmp_path_factory.mktemp("panel")
+    closed.save_checkpoint(folder / "closed-v3.safetensors")
+    rng, n = np.random.default_rng(0), 360
+    rows = pd.DataFrame({"shop": rng.choice(SHOPS, n), "x": rng.standard_normal(n), "n": rng.integers(0, 9, n)})
+    rows["day"] = pd.Timestamp("2024-01-01") + pd.to_timedelta(rng.integers(0, 300, n), "D")
+    rows["day"] = rows["day"].mask(rows["shop"] == "a")
+    rows["kind"] = rng.choice(["red", "green", "7", None], n)
+    rows["y"] = 10 * rows["x"] + rows["n"] + rng.standard_normal(n)
+    train, test = rows[:264].copy(), rows[264:].drop(columns="y")
+    test.iloc[[3, 50], 0] = "z"
+    test["id"] = [f"row {i}" for i in range(len(test))]
+    for name, table in (("train", train), ("test", test)):
+        write(table, folder, name)
+    return folder
+
+
+def write(table, folder, name):
+    parts = [table.iloc[i::4] for i in range(4)]
+    (folder / name).mkdir()
+    for i, part in enumerate(parts):
+        part.to_parquet(folder / name / f"{i}.parquet", index=False)
+    pd.concat(parts).to_parquet(folder / f"{name}.parquet", index=False)
+
+
+@pytest.fixture
+def predict(client, panel, monkeypatch):
+    """`oretrofit predict` in that folder, with options of which it has others by default."""
+    monkeypatch.chdir(panel)
+    defaults = {"--train": "train", "--test": "test", "--target": "y", "--by": "shop", "--device": "cpu"}
+    defaults |= {"--retrofit": "closed-v3.safetensors", "--precision": "float64", "--dask": client.scheduler.address}
+
+    def run(command):
+        words = command.split()
+        given = [word for name, value in defaults.items() if name not in words for word in (name, value)]
+        return CliRunner(env={"COLUMNS": "80"}).invoke(cli.app, ["predict", *words, *given])
+
+    return run
+
+
+def assert_same(found, expected):
+    """Answers to the same rows, in whatever order."""
+    found, expected = (frame.set_index("id").sort_index() for frame in (found, expected))
+    pd.testing.assert_frame_equal(found, expected, rtol=0, atol=SAME * 10)  # the target's standard deviation
+    assert expected["prediction"].std() > 1  # rows are told apart
+
+
+@pytest.fixture(scope="module")
+def expected(closed, panel):
+    """What one process answers to the tables in one file each."""
+    train, test = (pd.read_parquet(panel / f"{name}.parquet") for name in ("train", "test"))
+    names = {"target": "y", "by": "shop", "too_few": "nan", "output_type": "main", "quantiles": [0.1]}
+    answers = closed.predict_groups(
+        train, test.drop(columns="id"), **names, n_jobs=0, device="cpu", inference_precision=torch.float64
+    )
+    return test[["shop", "id"]].assign(**{"prediction": answers["mean"], "q0.1": answers[0.1]})
+
+
+def test_folders_are_predicted_as_one_table(predict, expected, tmp_path):
+    result = predict(f"--quantiles 0.1 --keep id --too-few nan --out {tmp_path}/out")
+    assert result.exit_code == 0, result.output
+    assert_same(pd.read_parquet(tmp_path / "out"), expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert "Read train (264 rows) and test (96). Numbers: x, n. Dates: day. Categories: kind." in result.stdout
+    assert "Predicted 94 of 96 rows.\nTables: 12; forward passes: " in result.stdout
+    assert "No prediction for group 'z': train rows: 0; at least 2 are needed" in result.output
+
+    again = predict(f"--keep id --keep x --too-few nan --out {tmp_path}/out")  # in place of the earlier answer
+    assert again.exit_code == 0, again.output
+    assert list(pd.read_parquet(tmp_path / "out")) == ["shop", "id", "x", "prediction"]
+
+
+def test_files_are_predicted_by_a_cluster_too(predict, expected, tmp_path):
+    out = tmp_path / "p.parquet"
+    result = predict(f"--train train.parquet --test test.parquet --quantiles 0.1 --keep id --too-few nan --out {out}")
+    assert result.exit_code == 0, result.output
+    assert_same(pd.read_parquet(out), expected)
+
+
+def test_the_index_of_a_folder_is_kept(predict, panel, expected, tmp_path):
+    (tmp_path / "test").mkdir()
+    for file in (panel / "test").iterdir():
+        pd.read_parquet(file).set_index("id").to_parquet(tmp_path / "test" / file.name)
+    result = predict(f"--test {tmp_path}/test --quantiles 0.1 --too-few nan --out {tmp_path}/out")
+    assert result.exit_code == 0, result.output
+    assert_same(pd.read_parquet(tmp_path / "out"), expected)
+
+
+def test_a_bad_group(predict, panel, expected, tmp_path):
+    train = pd.read_parquet(panel / "train.parquet")
+    train.loc[(train["shop"] == "c").idxmax(), "x"] = np.inf
+    write(train, tmp_path, "bad")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "part-00000.parquet").write_text("of an earlier run")
+    command = f"--train {tmp_path}/bad --keep id --too-few nan --out {tmp_path}/out"
+
+    result = predict(command)
+    assert result.exit_code == 2
+    reason = f"group 'c': {tmp_path}/bad (rows of group 'c'): column 'x' is infinite in row 1"
+    assert reason in result.stderr and "left out by --on-error skip" in result.stderr
+    assert (tmp_path / "out" / "part-00000.parquet").read_text() == "of an earlier run"
+
+    result = predict(f"{command} --on-error skip")
+    assert result.exit_code == 0, result.output
+    assert f"No prediction for {reason}" in result.stderr
+    expected = expected.drop(columns="q0.1").copy()
+    expected.loc[expected["shop"] == "c", "prediction"] = np.nan
+    assert_same(pd.read_parquet(tmp_path / "out"), expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("--out out --keep id", "1 of 13 groups in test have fewer than 2 train rows: 'z' (0)"),
+        ("--out out --keep nothing", "--keep: test has no column 'nothing'"),
+        ("--out out --too-few nan", "nothing names the rows of test"),
+        ("--out out --keep id --by x", "groups are text or whole numbers"),
+        ("--out out --keep id --too-few pooled", "--too-few pooled needs all train rows in one process"),
+        ("--out out --keep id --train train.parquet", "--train train.parquet is no folder"),
+        ("--out train --keep id", "would overwrite what is read"),
+        ("--out . --keep id", "is a folder with something else than predictions"),
+        ("--out out --keep id --dask tcp://127.0.0.1:9", "no Dask scheduler answers at tcp://127.0.0.1:9"),
+        ("--out out.csv --train train.parquet --test test.parquet --dask 127.0.0.1", "no Dask scheduler answers"),
+    ],
+)
+def test_refused_folders(predict, panel, command, message, monkeypatch):
+    monkeypatch.setattr(cluster, "_PATIENCE", 1)
+    result = predict(command)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr and not (panel / "out").exists()
+
+
+# ---- Lost workers, last: others take seconds to import what they need ------------------------------
+
+
+def test_a_worker_that_is_killed_while_folders_are_predicted(client, panel, expected, tmp_path):
+    killed = []
+
+    def begin(stage, total):
+        def done(count):
+            if stage == "Predicting" and not killed and count < total:
+                killed.append(next(iter(client.run(os.getpid).values())))
+                os.kill(killed[0], signal.SIGKILL)
+
+        return done
+
+    options = PredictOptions(
+        panel / "train",
+        panel / "test",
+        "y",
+        tmp_path / "out",
+        "shop",
+        quantiles="0.1",
+        retrofit=panel / "closed-v3.safetensors",
+        too_few="nan",
+        precision="float64",
+        device="cpu",
+        keep=["id"],
+        dask=client.scheduler.address,
+    )
+    predicted = predict_files(options, begin=begin)
+    assert killed and "Predicted 94 of 96 rows." in predicted.lines
+    assert_same(pd.read_parquet(tmp_path / "out"), expected)
+
+
+def test_a_killed_worker_costs_nothing(client, tmp_path):
+    def killed_once(i):
+        if i == 5 and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return i
+
+    assert sorted(on(client, killed_once, range(20))) == [(i, i) for i in range(20)]
+    assert (tmp_path / "killed").exists()
+
+
+def test_a_memory_limit_that_is_hit_again_and_again(client):
+    def greedy(_):
+        held = np.ones(2 * LIMIT // 8)
+        time.sleep(60)
+        return held.sum()
+
+    with pytest.raises(MemoryError, match="2 workers of the cluster were killed at the same work, "):
+        list(on(client, greedy, [0]))
+    assert dict(on(client, lambda i: i, [3])) == {0: 3}  # the cluster lives on
