@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import logging
+import os
 import pickle
 import platform
 import threading
@@ -201,9 +202,15 @@ def _keep(content: bytes) -> bytes:
 _unpacked: dict[str, Callable[[Any], Any]] = {}
 _one_at_a_time = threading.Lock()
 
+# How many kernels oneDNN and torch keep that were compiled for a shape, 1024 otherwise: tables have ever new shapes, and
+# a worker would fill hundreds of MB.
+_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+
 
 def call(name: str, content: bytes, *arguments: Any) -> tuple[Any, list[Caught]]:
     """In a worker: the function's result, and what it warned of."""
+    for variable in _CACHES:
+        os.environ.setdefault(variable, "64")
     import threadpoolctl
     import torch
 
