@@ -157,7 +157,7 @@ def call_each_on(
             repeat(caught, said)
             yield index, result
     finally:
-        client.cancel([*sent, packed])
+        client.cancel(list(sent))
     for index, argument in behind:
         yield index, function(argument)
 
@@ -202,8 +202,8 @@ def _keep(content: bytes) -> bytes:
 _unpacked: dict[str, Callable[[Any], Any]] = {}
 _one_at_a_time = threading.Lock()
 
-# How many kernels oneDNN and torch keep that were compiled for a shape, 1024 otherwise: tables have ever new shapes, and
-# a worker would fill hundreds of MB.
+# How many kernels oneDNN and torch keep of those compiled for a shape, 1024 otherwise: tables have ever new shapes, and a
+# worker would fill hundreds of MB.
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 

@@ -296,7 +296,7 @@ def _each_partition(
             repeat(caught, said)
             yield answer
     finally:
-        client.cancel([*futures, packed])
+        client.cancel(futures)
 
 
 @contextmanager
