@@ -104,7 +104,8 @@ def measure(groups: int, files: int, host: str, workers: int) -> dict[str, Any]:
             client.wait_for_workers(workers)
             with watched(scheduler, nanny) as samples:
                 tables = look_at(
-                    *(folder / side for side in ("train", "test")),
+                    folder / "train",
+                    folder / "test",
                     client,
                     target="sold",
                     by="shop",

@@ -202,8 +202,8 @@ def _keep(content: bytes) -> bytes:
 _unpacked: dict[str, Callable[[Any], Any]] = {}
 _one_at_a_time = threading.Lock()
 
-# How many kernels oneDNN and torch keep of those compiled for a shape, 1024 otherwise: tables have ever new shapes, and a
-# worker would fill hundreds of MB.
+# How many of the kernels that they compile for a shape oneDNN and torch keep; 1024 otherwise. Tables have ever new shapes,
+# and a worker would fill hundreds of MB with them.
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 

@@ -33,7 +33,7 @@ READ = {
     "times": DAYS,
     "times of one zone": DAYS.tz_localize("Europe/Paris"),
     "times in one file": pa.array([DAYS[0], *[None] * (N - 1)], pa.timestamp("ms")),
-    "words": RNG.choice(["red", "green", None], N),
+    "words": RNG.choice(np.array(["red", "green", None], dtype=object), N),
     "words, later numbers": ["red"] * 8 + ["green"] * 6 + ["1", "2"] + ["red"] * 8,
     "numbers first": ["1"] * 4 + ["2"] * 4 + ["red"] * 12 + ["1"] * 4,
     "dates in one file": ["2024-12-31"] * 4 + ["never"] * 16 + ["2024-12-31"] * 4,
