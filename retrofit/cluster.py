@@ -32,6 +32,9 @@ LOCAL = "local"
 # How many arguments are sent ahead for each thread of the cluster, so that none waits for the caller.
 AHEAD = 2
 
+# Of workers that are started here. Dask's profiler keeps what it sees for an hour: TabPFN's deep calls take a GB of it.
+WORKERS = {"distributed.worker.profile.enabled": False}
+
 _PATIENCE = 5  # seconds, for a scheduler to answer
 _PACKAGES = ("oretrofit", "tabpfn", "torch", "numpy", "pandas", "scikit-learn", "cloudpickle")
 
@@ -58,14 +61,16 @@ def connected(address: str) -> Iterator[Client]:
 
     with ExitStack() as stack:
         if address == LOCAL:
+            import dask
             import torch
 
             threads = torch.get_num_threads()
-            scheduler: Any = stack.enter_context(
-                LocalCluster(
-                    n_workers=threads, threads_per_worker=1, dashboard_address=None, silence_logs=logging.ERROR
+            with dask.config.set(WORKERS):
+                scheduler: Any = stack.enter_context(
+                    LocalCluster(
+                        n_workers=threads, threads_per_worker=1, dashboard_address=None, silence_logs=logging.ERROR
+                    )
                 )
-            )
         else:
             scheduler = address
         try:
@@ -202,8 +207,8 @@ def _keep(content: bytes) -> bytes:
 _unpacked: dict[str, Callable[[Any], Any]] = {}
 _one_at_a_time = threading.Lock()
 
-# How many of the kernels that they compile for a shape oneDNN and torch keep; 1024 otherwise. Tables have ever new shapes,
-# and a worker would fill hundreds of MB with them.
+# How many of the kernels compiled for a shape oneDNN and torch keep; 1024 otherwise. Tables have ever new shapes, and a
+# worker would fill hundreds of MB with them.
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
