@@ -126,14 +126,7 @@ def predict(
     retrofit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A closed retrofit saved by patch. Default: calibrate one.")
     ] = None,
-    too_few: Annotated[
-        str | None,
-        typer.Option(
-            metavar="error|nan|pooled",
-            help="Groups with fewer than 2 train rows: an error, no prediction, or one from all groups' train rows. "
-            "Default: error; nan with --on-error skip.",
-        ),
-    ] = None,
+    too_few: options.TooFew = None,
     on_error: Annotated[
         str, typer.Option(metavar="error|skip", help="A group that cannot be predicted: an error, or no prediction.")
     ] = "error",
@@ -144,6 +137,8 @@ def predict(
         ),
     ] = "auto",
     device: options.Device = "auto",
+    keep: options.Keep = None,
+    dask: options.Dask = None,
 ) -> None:
     """Predict a table with the closed retrofit of a host; with --by, each group from its own rows.
 
@@ -156,7 +151,7 @@ def predict(
     from .retrofit.predict_files import PredictOptions, predict_files
 
     chosen = PredictOptions(
-        train, test, target, out, by, quantiles, host, retrofit, too_few, on_error, precision, device
+        train, test, target, out, by, quantiles, host, retrofit, too_few, on_error, precision, device, keep or (), dask
     )
     device, console = terminal.start(device)
     with terminal.open_progress(console) as progress:

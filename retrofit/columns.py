@@ -7,7 +7,8 @@ is read cell by cell, as `notations` has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ MISSING = frozenset(
 )
 
 # A column of the first table is still one of numbers, or dates, if at most this share of its cells are words.
-_FEW = 0.1
+FEW = 0.1
 
 # Of float32, in which a model sees its columns.
 _LARGEST = float(np.finfo(np.float32).max)
@@ -33,6 +34,7 @@ _SPREAD = (1e-16, 1e150)
 
 # A way to read distinct cells of text; NaN or NaT where a cell is not written so.
 _Notation = Callable[[Sequence[str]], Any]
+_NUMBERS: list[_Notation] = [notations.plain, notations.thousands, notations.decimal_comma]
 
 
 @dataclass
@@ -93,12 +95,16 @@ class Target:
     notes: list[str]
 
 
-def read_columns(tables: Sequence[Table], names: Iterable[Hashable]) -> Columns:
+def read_columns(
+    tables: Sequence[Table], names: Iterable[Hashable], kinds: Mapping[Hashable, str] | None = None
+) -> Columns:
     """Type columns of the first table (train) and of those that must match it (test).
+
+    With `kinds` they were decided, and the columns typed, from more rows than there are here (`survey`).
 
     Raises `ValueError` for a column of a type that is none of the three, or of different ones in the tables.
     """
-    columns = {name: _Column(name, tables) for name in names}
+    columns = {name: _Column(name, tables, None if kinds is None else kinds[name]) for name in names}
     frames = [
         pd.DataFrame(
             {name: column.values[i].array for name, column in columns.items()},
@@ -156,11 +162,26 @@ def take(frame: pd.DataFrame, rows: np.ndarray) -> pd.DataFrame:
 
 def _number_notations(table: Table, tables: Sequence[Table]) -> list[_Notation]:
     """How a table's numbers may be written, the likeliest first: as they show, or those of a table that is like it."""
-    written: list[_Notation] = [notations.plain, notations.thousands, notations.decimal_comma]
     shown = [other.decimal_comma for other in (table, *tables) if other.separator == table.separator]
     seen = next((one for one in shown if abs(one) > 1), table.decimal_comma)
     # 1.234 is a thousand and more where numbers have decimal commas.
-    return written[::-1] if seen > 0 else written
+    return _NUMBERS[::-1] if seen > 0 else _NUMBERS
+
+
+def text_counts(side: Typed) -> Counter[str]:
+    """What the cells of a column of text look like, in numbers that can be added up over parts of a table.
+
+    How many are `filled`, like a date in other notations (`odd dates`), and by the name of each notation: written so,
+    or else `words beside` it, which are no marks of a gap.
+    """
+    text = _Text([side])
+    ways = [*_NUMBERS, notations.truth, notations.lengths_of_time, notations.dates]
+    found = Counter({"filled": text.filled(0), **{way.__name__: text.count(0, way) for way in ways}})
+    for way in ways:
+        words = [cell for cell in text.strays(0, way) if not notations.is_mark(cell)]
+        found[f"words beside {way.__name__}"] = len(text.rows(0, words))
+    found["odd dates"] = len(text.rows(0, filter(notations.looks_like_a_date, text.cells)))
+    return found
 
 
 class _Text:
@@ -247,13 +268,16 @@ def _kind(notation: _Notation) -> str:
 class _Column:
     """One column of all tables: its `kind`, its `values` in each table, `notes` and `faults`."""
 
-    def __init__(self, name: Hashable, tables: Sequence[Table]) -> None:
+    def __init__(self, name: Hashable, tables: Sequence[Table], kind: str | None = None) -> None:
         self.tables, self.places = tables, [table.place(name) for table in tables]
         self.values: list[pd.Series] = []
         self.notes: list[str] = []
         self.faults: list[Fault] = []
         columns = [table.frame[name].reset_index(drop=True) for table in tables]
         self.sides = [typed(column, place) for column, place in zip(columns, self.places, strict=True)]
+        if kind is not None:
+            self.kind = kind
+            return self._decided()
         if self.sides[0].kind != "categories":
             self.sides = [_undeclared(side) for side in self.sides]
         kinds = {side.kind: table.name for side, table in zip(self.sides, tables, strict=True)}
@@ -268,6 +292,13 @@ class _Column:
             raise ValueError(f"{self.places[0]} is not of one kind: {described}")
         else:
             self._typed([side.values for side in self.sides])
+
+    def _decided(self) -> None:
+        """Of a kind that is known, whose values have its type: but a column that is empty here seems to be of none."""
+        if self.kind == "categories":
+            return self._label([side.values.astype(object) for side in self.sides])
+        empty = self.kind == "dates" and all(side.kind == "nothing" for side in self.sides)
+        self._typed([side.values.astype("datetime64[ns]") if empty else side.values for side in self.sides])
 
     def _typed(self, values: list[pd.Series]) -> None:
         """Numbers or dates: what a model cannot hold is a fault, and clocks are set by the first that there is."""
@@ -314,7 +345,7 @@ class _Column:
             return False
         words = {cell for cell in text.strays(0, ways[0]) if not notations.is_mark(cell)}
         known_elsewhere = any(words & set(text.strays(i, ways[i])) for i in range(1, len(self.tables)))
-        few = len(text.rows(0, words)) <= _FEW * text.filled(0)
+        few = len(text.rows(0, words)) <= FEW * text.filled(0)
         return text.count(0, ways[0]) > 0 and few and not known_elsewhere
 
     def _read(self, text: _Text, ways: Sequence[_Notation]) -> None:
@@ -362,7 +393,7 @@ class _Column:
         dates = [cell for cell in text.cells if notations.looks_like_a_date(cell)]
         for i, side in enumerate(self.sides):
             odd = len(text.rows(i, dates)) if side.kind == "text" else 0
-            if odd and odd + text.count(i, notations.dates) > (1 - _FEW) * text.filled(i):
+            if odd and odd + text.count(i, notations.dates) > (1 - FEW) * text.filled(i):
                 raise ValueError(
                     f"{self.places[i]}: {text.example(i, dates)} looks like a date; write dates as 2024-12-31 or "
                     "2024-12-31T08:15"

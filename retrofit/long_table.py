@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -62,6 +62,7 @@ def read_groups(
     too_few: str = "error",
     skip: bool = False,
     whole: bool = False,
+    kinds: Mapping[Hashable, str] | None = None,
 ) -> LongTable:
     """Type the columns of a long table, and find the cells that cannot be used.
 
@@ -75,28 +76,19 @@ def read_groups(
         too_few: As of `predict_groups`; `pooled` makes all train rows matter if a group has too few of its own.
         skip: Whether a cell that cannot be used costs its group (`faulty`), or is an error.
         whole: Whether the one group is the whole table, so that messages need not name it.
+        kinds: Of the features, as of `read_columns`.
 
     Raises:
         ValueError: Groups with too few train rows, if that is an error; a column that is neither numbers, dates nor
             categories, or not the same in both tables; without `skip`, a cell that cannot be used, or an empty target.
     """
-    columns = read_columns([train, test], features)
+    columns = read_columns([train, test], features, kinds)
     y = read_target(train, target)
     notes = [*train.notes, *test.notes, *columns.notes, *y.notes]
     groups = [table.frame[by].tolist() for table in (train, test)]
     counts = Counter(groups[0])
-    few = [group for group in dict.fromkeys(groups[1]) if counts[group] < min_rows]
-    twins = _twins(few, counts)
-    if few and too_few == "error":
-        listed = ", ".join(f"{group!r} ({counts[group]})" for group in few[:10])
-        raise ValueError(
-            f"{len(few)} of {len(set(groups[1]))} groups in {test.name} have fewer than {min_rows} train rows: {listed}"
-            f"{', ...' if len(few) > 10 else ''}. {f'{twins}. ' if twins else ''}Say too_few='nan' (--too-few nan) to "
-            "leave their predictions missing, or too_few='pooled' (--too-few pooled) to predict them from the train "
-            "rows of all groups"
-        )
-    if twins:
-        notes.append(f"{test.name}: {twins}")
+    few, twins = find_few(counts, dict.fromkeys(groups[1]), test.name, min_rows, too_few)
+    notes += twins
 
     wanted = set(counts if few and too_few == "pooled" else groups[1])
     faulty: dict[Hashable, str] = {}
@@ -112,8 +104,28 @@ def read_groups(
     frames[0][target] = y.y
     for frame, table in zip(frames, (train, test), strict=True):
         frame[by] = table.frame[by].array
-    kept = np.array([group not in faulty for group in groups[0]])
+    kept = np.array([group not in faulty for group in groups[0]], dtype=bool)
     return LongTable(frames[0][kept], frames[1], target, by, columns.kinds, few, faulty, notes)
+
+
+def find_few(
+    counts: Counter[Hashable], wanted: Collection[Hashable], test: str, min_rows: int, too_few: str
+) -> tuple[list[Hashable], list[str]]:
+    """The groups of a test table that have too few train rows, and a note where they seem to be misspelled.
+
+    Raises `ValueError` where such groups are an error.
+    """
+    few = [group for group in wanted if counts[group] < min_rows]
+    twins = _twins(few, counts)
+    if few and too_few == "error":
+        listed = ", ".join(f"{group!r} ({counts[group]})" for group in few[:10])
+        raise ValueError(
+            f"{len(few)} of {len(wanted)} groups in {test} have fewer than {min_rows} train rows: {listed}"
+            f"{', ...' if len(few) > 10 else ''}. {f'{twins}. ' if twins else ''}Say too_few='nan' (--too-few nan) to "
+            "leave their predictions missing, or too_few='pooled' (--too-few pooled) to predict them from the train "
+            "rows of all groups"
+        )
+    return few, [f"{test}: {twins}"] if twins else []
 
 
 def _target_faults(train: Table, target: Hashable, y: Target, groups: Sequence[Hashable]) -> list[Fault]:

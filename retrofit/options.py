@@ -53,6 +53,28 @@ Quantile = Annotated[float, typer.Option(help="Which quantile of ||h||² keeps p
 Tables = Annotated[int, typer.Option(help="Synthetic tables to calibrate on.")]
 Variants = Annotated[list[str] | None, typer.Option("--variant", help="As of patch; repeatable. Default: all.")]
 Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the tables (PNG).")]
+TooFew = Annotated[
+    str | None,
+    typer.Option(
+        metavar="error|nan|pooled",
+        help="Groups with fewer than 2 train rows: an error, no prediction, or one from all groups' train rows. "
+        "Default: error; nan with --on-error skip.",
+    ),
+]
+Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="COLUMN", help="A column of test that --out gets, too; repeatable. No feature if train lacks it."
+    ),
+]
+Dask = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS|local",
+        help="Predict by the workers of a Dask cluster. Tables may then be folders of Parquet files, larger than "
+        "memory; so is --out.",
+    ),
+]
 NamedHost = Annotated[
     str | None, typer.Option(help=f"As of patch. Default: {settings.HOST}, or the host that --retrofit names.")
 ]

@@ -18,12 +18,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process, resource_tracker
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import threadpoolctl
 import torch
 from joblib.externals import loky
+
+from .calls import recorded, repeat
+from .cluster import call_each_on
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 Argument = TypeVar("Argument")
 Result = TypeVar("Result")
@@ -40,6 +45,7 @@ def call_each(
     threads: int = 1,
     start: str | None = None,
     ahead: int | None = None,
+    client: Client | None = None,
 ) -> Generator[tuple[int, Result], None, None]:
     """Call a function with each argument, in processes that live as long as this generator: close it.
 
@@ -53,14 +59,18 @@ def call_each(
         threads: How many each has.
         start: How they start, `fork` or `loky`; by default as of `start_method`.
         ahead: How many arguments may be on their way at once.
+        client: Of a Dask cluster, whose workers call the function in place of processes here (`cluster`).
 
     Yields:
         The position of an argument and the function's result, as they come.
     """
+    if client is not None:
+        yield from call_each_on(client, function, arguments, ahead=ahead)
+        return
     left = enumerate(arguments)
     behind: list[tuple[int, Argument]] = []
     if processes:
-        warned: set[tuple[str, type[Warning]]] = set()
+        said: set[tuple[str, type[Warning]]] = set()
         with _pool(function, processes, threads, start or start_method(threads)) as pool:
             sent: dict[Future, tuple[int, Argument]] = {}
             try:
@@ -86,10 +96,7 @@ def call_each(
                             behind.append(sent.pop(future))
                             continue
                         index, _ = sent.pop(future)
-                        for message, category, *place in caught:
-                            if (message, category) not in warned:
-                                warned.add((message, category))
-                                _warn(message, category, *place)
+                        repeat(caught, said)
                         yield index, result
             except BrokenExecutor:
                 warnings.warn(
@@ -156,13 +163,6 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _warn(message: str, category: type[Warning], file: str, line: int) -> None:
-    """Repeat a warning as if it were given here, where the same line may have given it before."""
-    names = [vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
-    registry = next((each for each in names if each.get("__file__") == file), {}).setdefault("__warningregistry__", {})
-    warnings.warn_explicit(message, category, file, line, registry=registry)
-
-
 # ---- In a process -------------------------------------------------------------------------------
 
 
@@ -171,9 +171,7 @@ def _call(argument: bytes) -> bytes:
 
     Pickled on both ways: a pool would send each tensor as an open file, of which a process has few.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        result = _function(pickle.loads(argument))
-    return pickle.dumps((result, [(str(w.message), w.category, w.filename, w.lineno) for w in caught]))
+    return pickle.dumps(recorded(_function, pickle.loads(argument)))
 
 
 def start_forked_worker(function: Callable[[Any], Any], threads: int, stopped: Any) -> None:

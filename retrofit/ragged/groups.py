@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
@@ -183,10 +183,22 @@ def check_groups(
     if text in ([{True}, {False}], [{False}, {True}]):
         kinds = f"{train[by].dtype} in {names[0]} and {test[by].dtype} in {names[1]}"
         raise ValueError(f"no group of {names[1]} is in {names[0]}: {by!r} is {kinds}")
-    features = [column for column in train.columns if column not in (target, by)]
+    return check_features(train.columns, test.columns, target=target, by=by, names=names)
+
+
+def check_features(
+    train: Iterable[Hashable],
+    test: Iterable[Hashable],
+    *,
+    target: Hashable,
+    by: Hashable,
+    names: tuple[str, str] = ("train", "test"),
+) -> list[Hashable]:
+    """The features, to go by the columns' names. Raises `ValueError` unless train and test have the same."""
+    features = [column for column in train if column not in (target, by)]
     if not features:
         raise ValueError(f"{names[0]} has no columns beside {target!r} and {by!r} to predict from")
-    others = set(test.columns) - {target, by}
+    others = set(test) - {target, by}
     missing = [column for column in features if column not in others]
     extra = sorted(others - set(features), key=str)
     if missing or extra:

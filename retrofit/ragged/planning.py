@@ -114,14 +114,14 @@ def share_out(
         sizes: Rows and columns of each table.
         works: The work of each, in multiply-adds of a member.
         processes: How many share the chunks; 0 if the caller takes all.
-        threads: How many the caller has.
+        threads: How many the caller has; 0 if it takes none.
         most_tables: In a chunk.
 
     Returns:
         Indices of tables to run alone, before the others, and chunks of the others, those with the most work first.
     """
     alone: list[int] = []
-    if processes:
+    if processes and threads:
         largest = sorted(range(len(works)), key=lambda i: -works[i])
         after = np.append(np.cumsum(np.array(works)[largest][::-1])[::-1], 0.0)  # the work from each one on
         # The time of running the first k with all threads and then the others in processes, for each k.

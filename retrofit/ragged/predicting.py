@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import pandas as pd
 from tabpfn import TabPFNRegressor
@@ -23,6 +23,9 @@ from .planning import DEFAULT_PADDING, MAX_CELLS
 from .predictor import Decode, TablePredictor
 from .preparing import Job, default_n_jobs
 from .report import RaggedReport, Tally
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 OUTPUT_TYPES = ("mean", "median", "mode", "quantiles", "main", "full")
 QUANTILES = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
@@ -97,6 +100,7 @@ def predict_ragged(
     max_cells: int | None = None,
     on_error: str = "raise",
     n_jobs: int | None = None,
+    client: Client | None = None,
     return_report: bool = False,
     on_tables: Callable[[int], None] | None = None,
     **options: Any,
@@ -123,6 +127,8 @@ def predict_ragged(
             default as many as torch has threads (docs/threads.md). Beside a GPU they preprocess: by default all cores
             but one. Either way there have to be enough tables to repay their start. Should one be killed, this process
             goes on alone, and warns.
+        client: Of a Dask cluster (`dask.distributed.Client`), whose workers predict the tables in place of this process
+            and others here (docs/cluster.md).
         return_report: Also return what was done.
         on_tables: Called now and then with the number of tables that are done, to show progress.
         options: Of `TabPFNRegressor`, for all tables alike: `n_estimators`, `random_state`, `device`,
@@ -140,7 +146,7 @@ def predict_ragged(
     """
     check_closed(retrofit)
     quantiles = QUANTILES if quantiles is None else quantiles
-    _check_settings(output_type, quantiles, max_padding, max_cells, on_error, n_jobs)
+    _check_settings(output_type, quantiles, max_padding, max_cells, on_error, n_jobs, client)
     results, report = _predict(
         retrofit.specs,
         _as_tables(X_trains, y_trains, X_tests),
@@ -149,6 +155,7 @@ def predict_ragged(
         max_padding=max_padding,
         max_cells=max_cells,
         n_jobs=n_jobs,
+        client=client,
         skip=on_error == "skip",
         on_tables=on_tables,
     )
@@ -171,6 +178,7 @@ def _check_settings(
     max_cells: int | None,
     on_error: str,
     n_jobs: int | None,
+    client: Client | None,
 ) -> None:
     """Say now what `predict` would say after the forward passes, and what has no meaning."""
     if output_type not in OUTPUT_TYPES:
@@ -185,6 +193,10 @@ def _check_settings(
         raise ValueError(f"on_error is 'raise' or 'skip', not {on_error!r}")
     if n_jobs is not None and n_jobs < 0:
         raise ValueError(f"n_jobs is a number of processes, 0 for none, got {n_jobs}")
+    if client is not None and not hasattr(client, "submit"):
+        raise ValueError(f"client is a dask.distributed.Client, not {client!r}")
+    if client is not None and n_jobs is not None:
+        raise ValueError("n_jobs counts processes here; a cluster (client) has workers of its own")
 
 
 def _as_tables(X_trains: Sequence[Any], y_trains: Sequence[Any], X_tests: Sequence[Any]) -> list[Table]:
@@ -219,6 +231,7 @@ def _predict(
     max_padding: float,
     max_cells: int | None,
     n_jobs: int | None,
+    client: Client | None,
     skip: bool,
     on_tables: Callable[[int], None] | None,
 ) -> tuple[list[Any], RaggedReport]:
@@ -230,11 +243,14 @@ def _predict(
     jobs = [
         Job({**predictor.job_options, "random_state": seed}, *table) for seed, table in zip(seeds, tables, strict=True)
     ]
-    n_jobs = default_n_jobs(len(jobs), predictor.device) if n_jobs is None else n_jobs
+    if client is not None:
+        n_jobs = 0
+    elif n_jobs is None:
+        n_jobs = default_n_jobs(len(jobs), predictor.device)
     results: list[Any] = [None] * len(tables)
     errors: dict[int, str] = {}
     tally, done = Tally(), 0
-    with closing(predictor.predict_all(jobs, n_jobs)) as parts:
+    with closing(predictor.predict_all(jobs, n_jobs, client)) as parts:
         for part in parts:
             tally.add(part.tally)
             for index, error in part.errors.items():

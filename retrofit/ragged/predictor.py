@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from tabpfn import TabPFNRegressor
@@ -19,6 +19,9 @@ from .passes import Passes
 from .planning import Costs, share_out
 from .preparing import Job, prepare, prepared_ahead, rough_size
 from .report import Tally
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 # Tables are run and decoded in chunks, of so many by device, whose inputs and logits stay below this many numbers
 # (0.5 GB).
@@ -78,23 +81,30 @@ class TablePredictor:
         """Whether processes can run the model as this one does."""
         return self.device.type == "cpu"
 
-    def predict_all(self, jobs: Sequence[Job], n_jobs: int) -> Generator[Part, None, None]:
+    def predict_all(
+        self, jobs: Sequence[Job], n_jobs: int, client: Client | None = None
+    ) -> Generator[Part, None, None]:
         """Predict tables, part by part, in any order.
 
         On a CPU each of so many processes takes some of them, and this one those that need all threads. Beside a GPU
-        they prepare, and the forward passes run here.
+        they prepare, and the forward passes run here. With a Dask client, its workers share all tables.
         """
         sizes = [rough_size(job) for job in jobs]
-        if not self.on_cpu:
+        if not self.on_cpu and client is None:
             order = sorted(range(len(jobs)), key=sizes.__getitem__)  # neighbours pad well to each other
             with closing(prepared_ahead([jobs[i] for i in order], n_jobs)) as prepared:
                 yield from self._parts(((order[i], regressor) for i, regressor in prepared), dict(enumerate(jobs)))
             return
         works = [self._passes.costs.work(rows, columns) for rows, columns in sizes]
-        alone, chunks = share_out(sizes, works, n_jobs, torch.get_num_threads(), _CHUNK_TABLES["cpu"])
+        if client is None:
+            processes, threads = n_jobs, torch.get_num_threads()
+        else:
+            processes, threads = max(1, sum(client.nthreads().values())), 0
+        alone, chunks = share_out(sizes, works, processes, threads, _CHUNK_TABLES.get(self.device.type, 1))
         for index in alone:
             yield from self({index: jobs[index]})
-        with closing(call_each(self, ({i: jobs[i] for i in chunk} for chunk in chunks), n_jobs)) as answers:
+        arguments = ({i: jobs[i] for i in chunk} for chunk in chunks)
+        with closing(call_each(self, arguments, n_jobs, client=client)) as answers:
             for _, parts in answers:
                 yield from parts
 

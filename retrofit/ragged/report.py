@@ -24,6 +24,7 @@ class RaggedReport:
         errors: What was wrong with each table that has no prediction, by its index or group.
         seconds: Wall time in `preprocessing` (beside a GPU: waiting for it), `forward` and `decoding`; where processes
             share the tables, the sum of theirs.
+        work: Multiply-adds of the forward passes, padding included.
     """
 
     tables: int
@@ -33,6 +34,22 @@ class RaggedReport:
     out_of_memory: int
     errors: Mapping[Any, str]
     seconds: Mapping[str, float]
+    work: float = 0.0
+
+    def __add__(self, other: RaggedReport) -> RaggedReport:
+        """What two predictions did together, of different tables."""
+        work = self.work + other.work
+        padded = self.padding * self.work + other.padding * other.work
+        return RaggedReport(
+            self.tables + other.tables,
+            self.members + other.members,
+            self.batches + other.batches,
+            padded / work if work else 0.0,
+            self.out_of_memory + other.out_of_memory,
+            {**self.errors, **other.errors},
+            {stage: self.seconds[stage] + other.seconds[stage] for stage in STAGES},
+            work,
+        )
 
 
 @dataclass
@@ -66,5 +83,12 @@ class Tally:
         """The counts, with how many tables were answered, and what was wrong with the others."""
         padding = 1 - self.own_work / self.padded_work if self.padded_work else 0.0
         return RaggedReport(
-            tables, self.members, self.batches, padding, self.out_of_memory, dict(errors), dict(self.seconds)
+            tables,
+            self.members,
+            self.batches,
+            padding,
+            self.out_of_memory,
+            dict(errors),
+            dict(self.seconds),
+            self.padded_work,
         )
