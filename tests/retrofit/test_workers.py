@@ -126,17 +126,18 @@ def test_what_was_warned_of_here_is_not_said_again():
 # ---- Ends ----------------------------------------------------------------------------------------
 
 SLEEPS = """
-import os, sys, time
+import time
+from contextlib import closing
 from oretrofit.retrofit.workers import call_each
 
 def sleep(seconds):
     time.sleep(seconds)
     return seconds
 
-answers = call_each(sleep, [0, 600, 600], 2, start="{start}")
-next(answers)
-print("ready", flush=True)
-{then}
+with closing(call_each(sleep, [0, 600, 600], 2, start="{start}")) as answers:
+    next(answers)
+    print("ready", flush=True)
+    {then}
 print("over", flush=True)
 """
 
