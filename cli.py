@@ -94,6 +94,7 @@ def evaluate(
     quantile: options.Quantile = settings.QUANTILE,
     tables: options.Tables = settings.TABLES,
     workers: options.Workers = 1,
+    dask: options.DaskCases = None,
     out: options.RunFolder = None,
     json_file: options.JsonFile = None,
 ) -> None:
@@ -102,7 +103,7 @@ def evaluate(
 
     chosen = EvalOptions(
         *(variant, suite, seeds, device, host, retrofit, max_rows, precision),
-        *(delta, quantile, tables, workers, out, json_file),
+        *(delta, quantile, tables, workers, dask, out, json_file),
     )
     terminal.exit_with(run_session(chosen, terminal.open_console()))
 

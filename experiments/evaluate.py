@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from importlib.metadata import version as installed_version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -48,6 +48,9 @@ from ..retrofit.workers import call_each
 from .case_runner import CaseJob, CaseRunner, Failure
 from .datasets import split_spec
 from .runs import CaseResult, Run
+
+if TYPE_CHECKING:
+    from distributed import Client
 
 IDENTITY_DELTA = 1e-6
 
@@ -190,6 +193,7 @@ def evaluate(
     run: Run,
     *,
     workers: int = 1,
+    client: Client | None = None,
     on_table: Callable[[], None] | None = None,
     on_warm_up: Callable[[], None] | None = None,
     on_case: Callable[[CaseResult], None] | None = None,
@@ -205,6 +209,8 @@ def evaluate(
         run: The plan's folder, from `runs.open_run`.
         workers: How many cases run side by side, each in a process that has its share of torch's threads. With more
             than one, times mean nothing, and there is no warm-up.
+        client: Of a Dask cluster, whose workers run the cases in place of processes here, one a thread; `workers` is
+            then the number of these.
         on_table: Called after each calibration table, if variants have to be calibrated.
         on_warm_up: Called after each model that has run a small table, before the first case.
         on_case: Called with each case that this call finishes.
@@ -217,11 +223,14 @@ def evaluate(
         ValueError: Several workers beside a GPU.
         OSError: A finished case, or a retrofit, could not be written.
     """
-    check_workers("workers", workers, plan.device)
+    if client is None:
+        check_workers("workers", workers, plan.device)
+    else:
+        workers = sum(client.nthreads().values())
     records, missing, labels = run.finished(), run.missing(), list(run.settings["variants"])
     retrofits = calibrate_run(plan, run, on_table) if missing else {}
     runner = CaseRunner(plan.host, retrofits, plan.max_rows, plan.precision, plan.device, plan.estimator, workers)
-    if missing and workers == 1:
+    if missing and workers == 1 and client is None:
         runner.warm_up(on_warm_up)
 
     def result(case: tuple[str, int]) -> CaseResult:
@@ -230,8 +239,8 @@ def evaluate(
     failed: dict[tuple[str, int], Failure] = {}
     jobs = [CaseJob(*case, records.get(case, {})) for case in missing]
     processes = 0 if workers == 1 else min(workers, len(jobs))
-    threads = max(1, torch.get_num_threads() // workers)
-    with closing(call_each(runner, jobs, processes, threads=threads)) as answers:
+    threads = max(1, torch.get_num_threads() // max(1, workers))
+    with closing(call_each(runner, jobs, processes, threads=threads, client=client)) as answers:
         for _, found in answers:
             case = found.dataset, found.seed
             if isinstance(found, Failure):

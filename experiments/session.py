@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..calibration import settings
 from ..calibration.variants import VARIANTS
+from ..retrofit.cluster import check_dask, connected
 from ..retrofit.options import (
     check_between,
     check_calibration,
@@ -24,6 +26,7 @@ from ..retrofit.options import (
 from ..retrofit.terminal import interrupted, open_progress, print_table
 
 if TYPE_CHECKING:
+    from distributed import Client
     from rich.console import Console
 
     from .case_runner import Failure
@@ -47,6 +50,7 @@ class EvalOptions:
     quantile: float
     tables: int
     workers: int
+    dask: str | None
     out: Path | None
     json_file: Path | None
     datasets: list[str] = field(init=False)
@@ -57,7 +61,12 @@ class EvalOptions:
             check_choice("--variant", name, (settings.IDENTITY, *VARIANTS))
         check_between("--seeds", self.seeds, 1, settings.MOST_SEEDS)
         check_choice("--device", self.device, settings.DEVICES)
-        settings.check_workers("--workers", self.workers, self.device)
+        if self.dask is None:
+            settings.check_workers("--workers", self.workers, self.device)
+        else:
+            check_dask()
+            if self.workers != 1:
+                raise ValueError("--workers is for processes here; with --dask the cluster's workers run the cases")
         if self.host is not None:
             check_host(self.host)
         check_retrofit("--retrofit", self.retrofit)
@@ -81,14 +90,16 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
     from .style import short_datasets
 
     plan = _plan(options)
-    settings.check_workers("--workers", options.workers, plan.device)
+    if options.dask is None:
+        settings.check_workers("--workers", options.workers, plan.device)
     folder = options.out or Path("runs") / f"eval-{Path(plan.host.name or 'host').stem}-{options.precision}"
     if options.json_file is not None and options.json_file.resolve().parent == folder.resolve():
         raise ValueError(f"--json {options.json_file} is in the run's own folder, where summary.json holds the same")
     names = short_datasets(plan.datasets)
-    with open_run(folder, plan.settings()) as opened:
+    cluster = nullcontext() if options.dask is None else connected(options.dask)
+    with cluster as client, open_run(folder, plan.settings()) as opened:
         _say_what_is_there(console, opened, len(plan.datasets) * plan.seeds)
-        cases, failures = _run_missing(plan, opened, options.workers, names, console)
+        cases, failures = _run_missing(plan, opened, options.workers, client, names, console)
         rows = evaluate.case_rows(cases)
         summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures])
         errors = _write_report(folder, summary, rows, options.json_file)
@@ -127,14 +138,15 @@ def _plan(options: EvalOptions) -> Plan:
 
 
 def _run_missing(
-    plan: Plan, opened: Run, workers: int, names: dict[str, str], console: Console
+    plan: Plan, opened: Run, workers: int, client: Client | None, names: dict[str, str], console: Console
 ) -> tuple[list[CaseResult], list[Failure]]:
     from . import evaluate, report
 
     try:
         with open_progress(console) as progress:
             calibrating = progress.add_task("Calibrating", total=plan.tables)
-            warming = progress.add_task("Warming up", total=1 + len(opened.settings["variants"]), visible=workers == 1)
+            alone = workers == 1 and client is None
+            warming = progress.add_task("Warming up", total=1 + len(opened.settings["variants"]), visible=alone)
             running = progress.add_task("Cases", total=len(opened.missing()))
 
             def show(line: str) -> None:
@@ -145,6 +157,7 @@ def _run_missing(
                 plan,
                 opened,
                 workers=workers,
+                client=client,
                 on_table=lambda: progress.advance(calibrating),
                 on_warm_up=lambda: progress.advance(warming),
                 on_case=lambda case: show(report.case_line(case.variants, names)),

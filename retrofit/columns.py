@@ -7,7 +7,6 @@ is read cell by cell, as `notations` has it.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ _SPREAD = (1e-16, 1e150)
 
 # A way to read distinct cells of text; NaN or NaT where a cell is not written so.
 _Notation = Callable[[Sequence[str]], Any]
-_NUMBERS: list[_Notation] = [notations.plain, notations.thousands, notations.decimal_comma]
+NUMBERS: list[_Notation] = [notations.plain, notations.thousands, notations.decimal_comma]
 
 
 @dataclass
@@ -133,7 +132,7 @@ def read_target(table: Table, name: Hashable) -> Target:
     if side.kind == "numbers" and side.plain:
         y = floats(side.values)
     elif side.kind == "text":
-        text, missing = _Text([side]), missing | side.values.str.strip().isin(MISSING)
+        text, missing = Text([side]), missing | side.values.str.strip().isin(MISSING)
         notation = max(_number_notations(table, [table]), key=lambda notation: text.count(0, notation))
         y = text.read(0, notation)
         notes = text.notes_on(notation, 0, table.place(name))
@@ -165,26 +164,10 @@ def _number_notations(table: Table, tables: Sequence[Table]) -> list[_Notation]:
     shown = [other.decimal_comma for other in (table, *tables) if other.separator == table.separator]
     seen = next((one for one in shown if abs(one) > 1), table.decimal_comma)
     # 1.234 is a thousand and more where numbers have decimal commas.
-    return _NUMBERS[::-1] if seen > 0 else _NUMBERS
+    return NUMBERS[::-1] if seen > 0 else NUMBERS
 
 
-def text_counts(side: Typed) -> Counter[str]:
-    """What the cells of a column of text look like, in numbers that can be added up over parts of a table.
-
-    How many are `filled`, like a date in other notations (`odd dates`), and by the name of each notation: written so,
-    or else `words beside` it, which are no marks of a gap.
-    """
-    text = _Text([side])
-    ways = [*_NUMBERS, notations.truth, notations.lengths_of_time, notations.dates]
-    found = Counter({"filled": text.filled(0), **{way.__name__: text.count(0, way) for way in ways}})
-    for way in ways:
-        words = [cell for cell in text.strays(0, way) if not notations.is_mark(cell)]
-        found[f"words beside {way.__name__}"] = len(text.rows(0, words))
-    found["odd dates"] = len(text.rows(0, filter(notations.looks_like_a_date, text.cells)))
-    return found
-
-
-class _Text:
+class Text:
     """The cells of a column's text, each distinct one read once."""
 
     def __init__(self, sides: Sequence[Typed]) -> None:
@@ -320,7 +303,7 @@ class _Column:
 
     def _text(self) -> None:
         """Text in one table at least: numbers or dates if all tables are, or all but a few words in the first."""
-        text, n = _Text(self.sides), range(len(self.tables))
+        text, n = Text(self.sides), range(len(self.tables))
         numbers = [_number_notations(table, self.tables) for table in self.tables]
         alike = all(ways == numbers[0] for ways in numbers)
         for way in [*(numbers[0] if alike else ()), notations.truth, notations.lengths_of_time, notations.dates]:
@@ -339,7 +322,7 @@ class _Column:
         self._mixed_note(text, way)
         return self._label([_labels(side) for side in self.sides])
 
-    def _is_but_for_strays(self, text: _Text, ways: Sequence[_Notation]) -> bool:
+    def _is_but_for_strays(self, text: Text, ways: Sequence[_Notation]) -> bool:
         """Whether the first table's cells are written so, but for marks and a few words that no other table knows."""
         if any(side.kind not in ("text", "nothing", _kind(ways[0])) for side in self.sides):
             return False
@@ -348,7 +331,7 @@ class _Column:
         few = len(text.rows(0, words)) <= FEW * text.filled(0)
         return text.count(0, ways[0]) > 0 and few and not known_elsewhere
 
-    def _read(self, text: _Text, ways: Sequence[_Notation]) -> None:
+    def _read(self, text: Text, ways: Sequence[_Notation]) -> None:
         self.kind = _kind(ways[0])
         what = {"numbers": "number", "dates": "date like 2024-12-31"}[self.kind]
         if self.kind == "dates" and text.parsed(notations.dates).tz is not None:
@@ -377,7 +360,7 @@ class _Column:
                 for row in text.rows(i, set(strays) - set(gaps))
             ]
 
-    def _check_offsets(self, text: _Text) -> None:
+    def _check_offsets(self, text: Text) -> None:
         dates = [cell for cell, date in zip(text.cells, text.parsed(notations.dates), strict=True) if pd.notna(date)]
         found: dict[bool, str] = {}
         for i, place in enumerate(self.places):
@@ -388,7 +371,7 @@ class _Column:
         if len(found) > 1:
             raise ValueError(f"{found[True]} has an offset from UTC, and {found[False]} has none; write all alike")
 
-    def _refuse_unlike(self, text: _Text) -> None:
+    def _refuse_unlike(self, text: Text) -> None:
         """Raise where text would be taken for categories, but cannot be meant as such."""
         dates = [cell for cell in text.cells if notations.looks_like_a_date(cell)]
         for i, side in enumerate(self.sides):
@@ -409,7 +392,7 @@ class _Column:
                         f"and that of {self.tables[0].name} does not: {known.iloc[0]!r} (row {known.index[0] + 1})"
                     )
 
-    def _mixed_note(self, text: _Text, way: _Notation) -> None:
+    def _mixed_note(self, text: Text, way: _Notation) -> None:
         if self.sides[0].kind != "text":
             return
         kind, odd = f"no {_kind(way)[:-1]}", text.strays(0, way)

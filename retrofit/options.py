@@ -75,6 +75,9 @@ Dask = Annotated[
         "memory; so is --out.",
     ),
 ]
+DaskCases = Annotated[
+    str | None, typer.Option("--dask", metavar="ADDRESS|local", help="Run the cases by the workers of a Dask cluster.")
+]
 NamedHost = Annotated[
     str | None, typer.Option(help=f"As of patch. Default: {settings.HOST}, or the host that --retrofit names.")
 ]

@@ -17,14 +17,13 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .columns import FEW, text_counts
+from . import notations
+from .columns import FEW, NUMBERS, Text
 from .dtypes import Typed, typed
 
 TEXT = pd.StringDtype("pyarrow")
 POSITION = "(position)"  # of a row in its folder: a column of what is read
 _PIECE = 2**25  # bytes, unpacked, of the row groups that are read together
-
-_NUMBERS = ("plain", "thousands", "decimal_comma")
 
 
 class Piece(NamedTuple):
@@ -189,6 +188,22 @@ class Look:
         return Seen(columns, Counter(groups.tolist()))
 
 
+def text_counts(side: Typed) -> Counter[str]:
+    """What the cells of a column of text look like, in numbers that can be added up over parts of a table.
+
+    How many are `filled`, like a date in other notations (`odd dates`), and by the name of each notation: written so,
+    or else `words beside` it, which are no marks of a gap.
+    """
+    text = Text([side])
+    ways = [*NUMBERS, notations.truth, notations.lengths_of_time, notations.dates]
+    found = Counter({"filled": text.filled(0), **{way.__name__: text.count(0, way) for way in ways}})
+    for way in ways:
+        words = [cell for cell in text.strays(0, way) if not notations.is_mark(cell)]
+        found[f"words beside {way.__name__}"] = len(text.rows(0, words))
+    found["odd dates"] = len(text.rows(0, filter(notations.looks_like_a_date, text.cells)))
+    return found
+
+
 class Decided(NamedTuple):
     """What a column is: its kind; its types in train and test; whether its categories get a mark (`columns`)."""
 
@@ -227,10 +242,11 @@ def decide(name: str, sides: Sequence[Column]) -> Decided:
 
 def _check_text(place: str, looks: Sequence[Counter[str]]) -> None:
     """Raise `ValueError` for text that one machine might read as something else than categories (`columns._Column`)."""
-    ways = {way: "numbers" for way in (*_NUMBERS, "truth", "lengths_of_time")} | {"dates": "dates"}
+    as_numbers = [way.__name__ for way in NUMBERS]
+    ways = {way: "numbers" for way in (*as_numbers, "truth", "lengths_of_time")} | {"dates": "dates"}
     for way, kind in ways.items():
         train = looks[0]
-        if way in (*_NUMBERS, "dates"):
+        if way in (*as_numbers, "dates"):
             likely = [train[way] > 0 and train[f"words beside {way}"] <= FEW * train["filled"]]
         else:
             likely = [train["filled"] == train[way] > 0]

@@ -3,9 +3,11 @@
 import copy
 import os
 
+import dask
 import numpy as np
 import pytest
 import torch
+from distributed import Client, LocalCluster
 from hypothesis import settings
 from tabpfn import TabPFNRegressor
 
@@ -20,6 +22,8 @@ if os.environ.get("CI"):
 
 # The models here are tiny: threads would only wait for each other.
 torch.set_num_threads(1)
+
+WORKER_MEMORY = 2**30  # bytes
 
 TINY = {
     "embed_dim": 16,
@@ -111,3 +115,21 @@ def gating_taus():
         return {name: 0.25 * torch.cat(values).quantile(0.05).item() for name, values in seen.items()}
 
     return measure
+
+
+@pytest.fixture(scope="session")
+def client():
+    """Two workers, of which one after the other may be killed at the same work, once."""
+    settings = {
+        "distributed.scheduler.allowed-failures": 1,
+        "distributed.worker.memory.monitor-interval": "20ms",
+        "distributed.nanny.environ.OMP_NUM_THREADS": 1,
+    }
+    with dask.config.set(settings):
+        with (
+            LocalCluster(
+                n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=WORKER_MEMORY
+            ) as local,
+            Client(local.scheduler_address, set_as_default=False) as client,
+        ):
+            yield client

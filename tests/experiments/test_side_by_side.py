@@ -19,6 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from distributed import Client
 from typer.testing import CliRunner
 
 from oretrofit import cli
@@ -209,7 +210,7 @@ def test_variants_are_added_beside_those_that_are_there(plan: Plan, tmp_path: Pa
 def test_threads_are_divided(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
 
-    def call_each(function, arguments, processes, *, threads):
+    def call_each(function, arguments, processes, *, threads, client):
         seen.append((processes, threads))
         yield from enumerate(Failure(job.dataset, job.seed, "not run") for job in arguments)
 
@@ -226,6 +227,54 @@ def test_threads_are_divided(plan: Plan, tmp_path: Path, monkeypatch: pytest.Mon
 def test_workers_out_of_range(plan: Plan, tmp_path: Path, workers: int) -> None:
     with pytest.raises(ValueError, match=f"workers must be between 1 and 1024, not {workers}"):
         run(plan, tmp_path / "run", workers=workers)
+
+
+# ---- On a cluster --------------------------------------------------------------------------------
+
+
+def test_cases_on_a_cluster(plan: Plan, serial, tmp_path: Path, client: Client) -> None:
+    """One of its workers is killed when the first case is there."""
+    killed: list[int] = []
+
+    def kill(_: CaseResult) -> None:
+        if not killed:
+            killed.append(next(iter(client.run(os.getpid).values())))
+            os.kill(killed[0], signal.SIGKILL)
+
+    cases, failures = run(plan, tmp_path, client=client, on_case=kill, on_warm_up=lambda: pytest.fail("warmed up"))
+    assert killed and not failures
+    assert deciding(records(cases)) == deciding(records(serial[1]))
+    lines = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    assert sorted((line["dataset"], line["seed"]) for line in lines) == sorted(order(plan))  # none twice
+    again, _ = run(plan, tmp_path, client=client, on_case=lambda _: pytest.fail("ran again"))
+    assert again == cases
+
+
+def test_a_case_that_fails_on_a_cluster(plan: Plan, tmp_path: Path, tables: list[str], client: Client) -> None:
+    lost = tmp_path / "lost.csv"
+    lost.write_text(Path(tables[0].removeprefix("csv:").removesuffix("#y")).read_text())
+    plan = dataclasses.replace(plan, datasets=[f"csv:{lost}#y", tables[1]])
+    with open_run(tmp_path / "run", plan.settings()) as opened:
+        lost.unlink()
+        cases, failures = evaluate(plan, opened, client=client)
+    assert [(failure.dataset, failure.seed) for failure in failures] == order(plan)[:2]
+    assert [(case.dataset, case.seed) for case in cases] == order(plan)[2:]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--dask tcp://127.0.0.1:9", "no Dask scheduler answers at tcp://127.0.0.1:9"),
+        ("--dask local --workers 2", "--workers is for processes here"),
+    ],
+)
+def test_refused(tables: list[str], tmp_path: Path, options: str, message: str) -> None:
+    result = CliRunner().invoke(
+        cli.app, [*f"eval --suite {tables[0]} --out {tmp_path / 'run'}".split(), *options.split()]
+    )
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "run").exists()
 
 
 # ---- The command ---------------------------------------------------------------------------------
