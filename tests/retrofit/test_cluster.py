@@ -22,7 +22,7 @@ from oretrofit.retrofit.predict_files import PredictOptions, predict_files
 from oretrofit.retrofit.workers import call_each
 
 HERE = os.getpid()
-LIMIT = 2**30  # bytes, of a worker's memory
+LIMIT = 2**31  # bytes, of a worker's memory
 
 # In float64 batches of other tables move an answer by what TabPFN rounds behind them (test_ragged.py), in standard
 # deviations of the target.
@@ -34,13 +34,14 @@ SAME = 1e-5
 def client():
     """Two workers, of which one after the other may be killed at the same work, once."""
     settings = {
+        **cluster.WORKERS,
         "distributed.scheduler.allowed-failures": 1,
         "distributed.worker.memory.monitor-interval": "20ms",
         "distributed.nanny.environ.OMP_NUM_THREADS": 1,
     }
     with dask.config.set(settings):
         with (
-            LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=LIMIT) as local,
+            LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0", memory_limit=LIMIT) as local,
             Client(local.scheduler_address, set_as_default=False) as client,
         ):
             yield client
