@@ -32,8 +32,8 @@ LOCAL = "local"
 # How many arguments are sent ahead for each thread of the cluster, so that none waits for the caller.
 AHEAD = 2
 
-# Of workers that are started here. Dask's profiler keeps all stacks of an hour, and TabPFN's take hundreds of MB. A worker
-# that pauses for want of memory would wait for ever, since it is no data of Dask's that fill it.
+# Of workers that are started here. Dask's profiler keeps all stacks of an hour, and TabPFN's take hundreds of MB. And a
+# worker that pauses for want of memory would wait for ever, since it is no data of Dask's that fill it.
 WORKERS = {"distributed.worker.profile.enabled": False, "distributed.worker.memory.pause": False}
 
 _PATIENCE = 5  # seconds, for a scheduler to answer
