@@ -32,8 +32,9 @@ LOCAL = "local"
 # How many arguments are sent ahead for each thread of the cluster, so that none waits for the caller.
 AHEAD = 2
 
-# Of workers that are started here. Dask's profiler keeps what it sees for an hour: TabPFN's deep calls take a GB of it.
-WORKERS = {"distributed.worker.profile.enabled": False}
+# Of workers that are started here. Dask's profiler keeps all stacks of an hour, and TabPFN's take hundreds of MB. And a
+# worker that pauses for want of memory would wait for ever, since it is no data of Dask's that fill it.
+WORKERS = {"distributed.worker.profile.enabled": False, "distributed.worker.memory.pause": False}
 
 _PATIENCE = 5  # seconds, for a scheduler to answer
 _PACKAGES = ("oretrofit", "tabpfn", "torch", "numpy", "pandas", "scikit-learn", "cloudpickle")
@@ -68,7 +69,7 @@ def connected(address: str) -> Iterator[Client]:
             with dask.config.set(WORKERS):
                 scheduler: Any = stack.enter_context(
                     LocalCluster(
-                        n_workers=threads, threads_per_worker=1, dashboard_address=None, silence_logs=logging.ERROR
+                        n_workers=threads, threads_per_worker=1, dashboard_address=":0", silence_logs=logging.ERROR
                     )
                 )
         else:

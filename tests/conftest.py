@@ -12,6 +12,7 @@ from hypothesis import settings
 from tabpfn import TabPFNRegressor
 
 from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
+from oretrofit.retrofit import cluster
 from oretrofit.retrofit.hosts import random_host
 from oretrofit.retrofit.patcher import carriers
 
@@ -23,7 +24,7 @@ if os.environ.get("CI"):
 # The models here are tiny: threads would only wait for each other.
 torch.set_num_threads(1)
 
-WORKER_MEMORY = 2**30  # bytes
+WORKER_MEMORY = 2**31  # bytes
 
 TINY = {
     "embed_dim": 16,
@@ -121,6 +122,7 @@ def gating_taus():
 def client():
     """Two workers, of which one after the other may be killed at the same work, once."""
     settings = {
+        **cluster.WORKERS,
         "distributed.scheduler.allowed-failures": 1,
         "distributed.worker.memory.monitor-interval": "20ms",
         "distributed.nanny.environ.OMP_NUM_THREADS": 1,
@@ -128,7 +130,7 @@ def client():
     with dask.config.set(settings):
         with (
             LocalCluster(
-                n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=WORKER_MEMORY
+                n_workers=2, threads_per_worker=1, dashboard_address=":0", memory_limit=WORKER_MEMORY
             ) as local,
             Client(local.scheduler_address, set_as_default=False) as client,
         ):

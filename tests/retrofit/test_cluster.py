@@ -407,7 +407,7 @@ def test_a_killed_worker_costs_nothing(client, tmp_path):
 
 def test_a_memory_limit_that_is_hit_again_and_again(client):
     def greedy(_):
-        held = np.ones(2**31 // 8)  # twice what a worker may have
+        held = np.ones(2**32 // 8)  # twice what a worker may have
         time.sleep(60)
         return held.sum()
 
