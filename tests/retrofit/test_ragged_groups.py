@@ -6,7 +6,7 @@ import pytest
 import torch
 from tabpfn import TabPFNRegressor
 
-from oretrofit import patch
+from oretrofit import RaggedReport, patch
 
 # As in test_ragged.py: float64, in which batches differ by less than what TabPFN rounds behind them. Here the target's
 # standard deviation is about 50, and outer answers move most.
@@ -163,3 +163,14 @@ def test_bad_frames(closed, sales, change, message):
     train, test, settings = change(*sales)
     with pytest.raises(ValueError, match=message):
         closed.predict_groups(train, test, **{"target": "sold", "by": "store", **OPTIONS, **settings})
+
+
+def test_reports_add_up():
+    times = {"preprocessing": 1.0, "forward": 2.0, "decoding": 0.5}
+    one = RaggedReport(2, 4, 1, 0.5, 0, {"a": "bad"}, times, work=10.0)
+    other = RaggedReport(1, 2, 3, 0.1, 1, {"b": "worse"}, times, work=30.0)
+    both = one + other
+    assert (both.tables, both.members, both.batches, both.out_of_memory, both.work) == (3, 6, 4, 1, 40.0)
+    assert both.padding == pytest.approx((5 + 3) / 40)
+    assert both.errors == {"a": "bad", "b": "worse"}
+    assert both.seconds == {"preprocessing": 2.0, "forward": 4.0, "decoding": 1.0}
