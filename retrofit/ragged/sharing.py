@@ -29,11 +29,7 @@ def ensemble_members(preprocessor: Any, X_train: np.ndarray, y_train: np.ndarray
     """
     _share_first_steps(preprocessor, len(X_train))
     _share_target_transforms(preprocessor)
-    members = preprocessor.fit_transform_ensemble_members(X_train, y_train)
-    for member in members:
-        if member.config.target_transform is not None:
-            member.config.target_transform = member.config.target_transform.transform
-    return members
+    return preprocessor.fit_transform_ensemble_members(X_train, y_train)
 
 
 def _share_first_steps(preprocessor: Any, rows: int) -> None:
@@ -112,13 +108,19 @@ def _share_target_transforms(preprocessor: Any) -> None:
 
 
 class _TargetTransform:
-    """A transform of the target that is fitted once, to the same rows."""
+    """A transform of the target, fitted once to the same rows, and undone once for the borders of a distribution."""
 
     def __init__(self, transform: Any) -> None:
-        self.transform = transform
+        self._transform = transform
         self._fitted: np.ndarray | None = None
+        self._undone: tuple[np.ndarray, np.ndarray] | None = None
 
     def fit_transform(self, y_N1: np.ndarray) -> np.ndarray:
         if self._fitted is None:
-            self._fitted = self.transform.fit_transform(y_N1)
+            self._fitted = self._transform.fit_transform(y_N1)
         return self._fitted.copy()
+
+    def inverse_transform(self, borders_L1: np.ndarray) -> np.ndarray:
+        if self._undone is None or not np.array_equal(borders_L1, self._undone[0]):
+            self._undone = borders_L1, self._transform.inverse_transform(borders_L1)
+        return self._undone[1].copy()  # TabPFN mends borders in place

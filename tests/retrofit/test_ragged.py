@@ -256,7 +256,7 @@ def test_processes_warn_once(closed):
 
 
 def test_processes_that_are_not_forked(closed, tables, expected, monkeypatch):
-    monkeypatch.setattr(workers, "start_method", lambda: "loky")
+    monkeypatch.setattr(workers, "start_method", lambda threads: "loky")
     assert furthest(ragged(closed, tables, n_jobs=1), expected, tables) < SAME
 
 
