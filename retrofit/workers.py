@@ -6,7 +6,6 @@ tables leave them little to share (docs/threads.md).
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import pickle
@@ -172,10 +171,7 @@ def _call(argument: bytes) -> bytes:
 
     Pickled on both ways: a pool would send each tensor as an open file, of which a process has few.
     """
-    answer = pickle.dumps(recorded(_function, pickle.loads(argument)))
-    if _trim is not None:
-        _trim(0)
-    return answer
+    return pickle.dumps(recorded(_function, pickle.loads(argument)))
 
 
 def start_forked_worker(function: Callable[[Any], Any], threads: int, stopped: Any) -> None:
@@ -203,9 +199,6 @@ def _start_worker(function: Callable[[Any], Any], threads: int) -> None:
 
 
 _function: Callable[[Any], Any]
-
-# Arrays of ever new sizes leave holes that glibc keeps; this gives them back. None where there is another C library.
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
 # A caller that is killed cannot stop its processes, and they would wait for work for ever.
