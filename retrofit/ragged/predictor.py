@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _CHUNK_TABLES = {"cpu": 16, "cuda": 512}
 _CHUNK_NUMBERS = 2**27
 
+# A process keeps what it has compiled for each shape, and holes in its heap; new ones take its place after so many chunks.
+_CHUNKS_OF_A_PROCESS = 32
+
 # What makes the answer of a regressor, the sum of its members' logits (M, L) (None for a constant target), and M.
 Decode = Callable[[TabPFNRegressor, "Tensor | None", int], Any]
 
@@ -103,10 +106,12 @@ class TablePredictor:
         alone, chunks = share_out(sizes, works, processes, threads, _CHUNK_TABLES.get(self.device.type, 1))
         for index in alone:
             yield from self({index: jobs[index]})
-        arguments = ({i: jobs[i] for i in chunk} for chunk in chunks)
-        with closing(call_each(self, arguments, n_jobs, client=client)) as answers:
-            for _, parts in answers:
-                yield from parts
+        at_once = _CHUNKS_OF_A_PROCESS * n_jobs or len(chunks)
+        for start in range(0, len(chunks), at_once or 1):
+            arguments = ({i: jobs[i] for i in chunk} for chunk in chunks[start : start + at_once])
+            with closing(call_each(self, arguments, n_jobs, client=client)) as answers:
+                for _, parts in answers:
+                    yield from parts
 
     def __call__(self, jobs: Mapping[int, Job]) -> list[Part]:
         """Predict tables from beginning to end."""

@@ -255,6 +255,23 @@ def test_processes_warn_once(closed):
     assert len([w for w in caught if "look like free text" in str(w.message)]) == 1
 
 
+def test_processes_are_renewed(closed, tables, expected, monkeypatch):
+    """What they keep of all shapes that they have met would grow with the number of tables."""
+    monkeypatch.setattr(predictor, "_CHUNKS_OF_A_PROCESS", 1)
+    monkeypatch.setitem(predictor._CHUNK_TABLES, "cpu", 2)
+    pools = []
+    each = predictor.call_each
+
+    def counted(function, arguments, processes, **settings):
+        arguments = list(arguments)
+        pools.append(len(arguments))
+        return each(function, arguments, processes, **settings)
+
+    monkeypatch.setattr(predictor, "call_each", counted)
+    assert furthest(ragged(closed, tables, n_jobs=2), expected, tables) < SAME
+    assert len(pools) > 1 and set(pools[:-1]) == {2}
+
+
 def test_processes_that_are_not_forked(closed, tables, expected, monkeypatch):
     monkeypatch.setattr(workers, "start_method", lambda threads: "loky")
     assert furthest(ragged(closed, tables, n_jobs=1), expected, tables) < SAME
