@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 _CHUNK_TABLES = {"cpu": 16, "cuda": 512}
 _CHUNK_NUMBERS = 2**27
 
-# A process keeps what it has compiled for each shape, and holes in its heap; new ones take its place after so many chunks.
+# A process keeps what it has compiled for each shape, and holes in its heap: after so many chunks a new one takes its
+# place.
 _CHUNKS_OF_A_PROCESS = 32
 
 # What makes the answer of a regressor, the sum of its members' logits (M, L) (None for a constant target), and M.
