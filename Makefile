@@ -10,7 +10,7 @@ eval: $(VENV)/installed
 	$(BIN)/oretrofit eval --seeds 3
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

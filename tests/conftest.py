@@ -2,6 +2,7 @@
 
 import copy
 import os
+import signal
 
 import dask
 import numpy as np
@@ -20,6 +21,9 @@ from oretrofit.retrofit.patcher import carriers
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+# Of what a shell starts in the background it is ignored, and so it would be in the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The models here are tiny: threads would only wait for each other.
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from oretrofit.calibration import settings
 from oretrofit.experiments.datasets import load_dataset
 from oretrofit.experiments.pretrain import save_host
 from oretrofit.retrofit import api
-from oretrofit.retrofit.ragged import groups, predicting, preparing
+from oretrofit.retrofit.ragged import groups, predictor, preparing
 
 regressor = functools.partial(TabPFNRegressor, n_estimators=2, inference_precision=torch.float32)
 
@@ -33,7 +33,7 @@ SIZES = {"north": 9, "south": 14, "west": 6}
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two members instead of TabPFN's eight, and float32: in half precision answers depend on the batch."""
-    for module in (predicting, preparing):
+    for module in (predictor, preparing):
         monkeypatch.setattr(module, "TabPFNRegressor", regressor)
 
 
@@ -430,7 +430,7 @@ def test_precisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: 
 
 def test_autocast_on_a_cpu_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tabpfn.utils._cpu_supports_fast_bf16", lambda: False)
-    monkeypatch.setattr(predicting, "TabPFNRegressor", TabPFNRegressor)
+    monkeypatch.setattr(predictor, "TabPFNRegressor", TabPFNRegressor)
     result = predict("--precision autocast", tmp_path / "p.csv")
     assert result.exit_code == 2
     assert "Set `--precision auto` to fall back" in result.stderr and "inference_precision" not in result.stderr
