@@ -65,8 +65,8 @@ def prepare(job: Job) -> TabPFNRegressor | ValueError:
 
     On the CPU, and without the model, which the options hold a stand-in of.
     """
-    # TabPFN's own code sets the parameters; checking them takes a tenth of the time.
-    with sklearn.config_context(skip_parameter_validation=True):
+    # Arrays, as in `fit` and `predict`. TabPFN's own code sets all parameters: checking them takes a tenth of the time.
+    with sklearn.config_context(transform_output="default", skip_parameter_validation=True):
         return _prepare(job)
 
 
@@ -82,9 +82,8 @@ def _prepare(job: Job) -> TabPFNRegressor | ValueError:
         engine = regressor.executor_
         members = ensemble_members(regressor.ensemble_preprocessor_, engine.X_train, engine.y_train)
         regressor.executor_ = recorder = InputRecorder(members)
-        with sklearn.config_context(transform_output="default"):
-            # The way of `predict` to the engine, without its decoding.
-            regressor.get_embeddings(job.X_test)
+        # The way of `predict` to the engine, without its decoding.
+        regressor.get_embeddings(job.X_test)
     except Exception as error:
         # As a plain exception: not all survive the way back from a process.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
