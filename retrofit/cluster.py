@@ -5,6 +5,7 @@ Dask (`pip install 'oretrofit[dask]'`) is imported when a cluster is asked for, 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -74,10 +75,16 @@ def connected(address: str) -> Iterator[Client]:
                 )
         else:
             scheduler = address
+        client, reason = None, ""
         try:
             client = stack.enter_context(Client(scheduler, timeout=_PATIENCE, set_as_default=False))
         except (OSError, ValueError, TypeError, ImportError) as error:  # no answer, or no address
-            raise ValueError(f"no Dask scheduler answers at {address}: {error}") from error
+            reason = str(error)
+        if client is None:
+            # What there is of the client closes itself when it is collected: best here and now. In the thread of
+            # another client that begins meanwhile, it would wait for that one.
+            gc.collect()
+            raise ValueError(f"no Dask scheduler answers at {address}: {reason}")
         _compare_versions(client)
         yield client
 
