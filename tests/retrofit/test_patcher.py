@@ -118,7 +118,7 @@ def test_as_tau_goes_to_zero_the_host_returns(tiny_host, predict, monkeypatch, v
     assert 1.5 < shift(2e-3) / shift(1e-3) < 2.5
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.product(VARIANTS, VARIANTS))
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(VARIANTS, VARIANTS)))
 def test_the_last_patch_replaces_those_before(tiny_host, predict, first, second):
     model, _ = patched(tiny_host, first, tau=5.0)
     again = patch_model(model, second, dict.fromkeys(carriers(model, second), 1.0))
