@@ -1,6 +1,7 @@
 """RetrofitRegressor: scikit-learn's own checks, what it predicts, and what clones and pickles carry."""
 
 import copy
+import inspect
 import io
 import json
 import pickle
@@ -140,8 +141,8 @@ def test_it_is_calibrated_as_a_patch_and_closed_by_default(calibrations, table, 
 
 
 def test_the_example_runs(calibrations):
-    doc = RetrofitRegressor.__doc__
-    example = textwrap.dedent(doc[doc.index("        from oretrofit") : doc.index("    Args:")])
+    doc = inspect.getdoc(RetrofitRegressor)
+    example = textwrap.dedent(doc[doc.index("    from oretrofit") : doc.index("Args:")])
     names = {}
     exec(example, names)
     assert (names["low"] < names["high"]).all()
