@@ -22,11 +22,15 @@ DEFAULT_PADDING = 0.25
 # multiply-adds at least; in smaller ones, far less.
 _THREADS_DO, _THREADED_WORK = 0.7, 1e9
 
+# Chunks for each process at least, where there are as many tables: one that gets the last chunk alone keeps the others
+# waiting for a part of the time that is as small.
+_CHUNKS = 16
+
 # By device: what starting one forward pass costs, in multiply-adds it could have done instead, and the cells
 # beyond which a larger batch gains nothing. Orders of magnitude: on one CPU core the bundled host takes 10 ms a
 # pass and does 15 G multiply-adds a second, and batches of more cells leave the cache; CUDA is an estimate.
 LAUNCH = {"cpu": 2e8, "cuda": 2e11}
-MAX_CELLS = {"cpu": 2**13, "cuda": 2**20}
+MAX_CELLS = {"cpu": 2**12, "cuda": 2**20}
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,7 @@ def share_out(
         times[1:][one[:-1] < _THREADED_WORK] = np.inf
         alone = largest[: int(np.argmin(times))]
     others = sorted(set(range(len(works))) - set(alone), key=sizes.__getitem__)  # neighbours pad well to each other
-    most_work = sum(works[i] for i in others) / (4 * processes) if processes else np.inf
+    most_work = sum(works[i] for i in others) / (_CHUNKS * processes) if processes else np.inf
     chunks: list[list[int]] = []
     for i in others:
         if not chunks or len(chunks[-1]) == most_tables or sum(works[j] for j in chunks[-1]) + works[i] > most_work:
