@@ -13,6 +13,9 @@ Result = TypeVar("Result")
 # A warning's message and category, and the file and line that it is of.
 Caught = tuple[str, type[Warning], str, int]
 
+# The messages and categories of those that have been repeated.
+Said = set[tuple[str, type[Warning]]]
+
 
 def recorded(function: Callable[..., Result], *arguments: Any) -> tuple[Result, list[Caught]]:
     """A function's result, and what it warned of."""
@@ -21,7 +24,7 @@ def recorded(function: Callable[..., Result], *arguments: Any) -> tuple[Result, 
     return result, [(str(each.message), each.category, each.filename, each.lineno) for each in caught]
 
 
-def repeat(caught: Iterable[Caught], said: set[tuple[str, type[Warning]]]) -> None:
+def repeat(caught: Iterable[Caught], said: Said) -> None:
     """Warn of what is not among the `said`, and add it to them."""
     for message, category, file, line in caught:
         if (message, category) not in said:

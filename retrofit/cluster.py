@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .calls import Caught, recorded, repeat
+from .calls import Caught, Said, recorded, repeat
 
 if TYPE_CHECKING:
     from distributed import Client, Future
@@ -143,7 +143,7 @@ def call_each_on(
     left = enumerate(arguments)
     behind: list[tuple[int, Argument]] = []
     sent: dict[Any, tuple[int, Argument]] = {}
-    said: set[tuple[str, type[Warning]]] = set()
+    said: Said = set()
     done = as_completed(loop=client.loop)
     name, packed = send(client, function)
     try:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from tabpfn.base import ModelSpecs
 
 from . import cluster
-from .calls import repeat
+from .calls import Said, repeat
 from .columns import Table
 from .files import replacing
 from .long_table import LongTable, find_few, read_groups
@@ -289,7 +289,7 @@ def _each_partition(
         name, packed = cluster.send(client, predictor)
         call = dask.delayed(cluster.call, pure=False)
         futures = client.compute([call(name, packed, i, *pair) for i, pair in enumerate(zip(*parts, strict=True))])
-    said: set[tuple[str, type[Warning]]] = set()
+    said: Said = set()
     try:
         for future in as_completed(futures, loop=client.loop):
             answer, caught = cluster.result_of(future)

@@ -24,7 +24,7 @@ import threadpoolctl
 import torch
 from joblib.externals import loky
 
-from .calls import recorded, repeat
+from .calls import Said, recorded, repeat
 from .cluster import call_each_on
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def call_each(
     left = enumerate(arguments)
     behind: list[tuple[int, Argument]] = []
     if processes:
-        said: set[tuple[str, type[Warning]]] = set()
+        said: Said = set()
         with _pool(function, processes, threads, start or start_method(threads)) as pool:
             sent: dict[Future, tuple[int, Argument]] = {}
             try:
