@@ -10,6 +10,7 @@ import typer
 
 from .calibration import settings
 from .calibration.variants import VARIANTS
+from .experiments.bench import bench
 from .retrofit import options, terminal
 
 app = typer.Typer(
@@ -17,9 +18,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     add_completion=False,
     pretty_exceptions_show_locals=False,
-)
-bench = typer.Typer(
-    help="Measure what a patch costs, how good a host is, and what ragged prediction gains.", no_args_is_help=True
 )
 app.add_typer(bench, name="bench")
 
@@ -44,15 +42,15 @@ def main(
 @app.command(epilog="Example: [b]oretrofit patch --variant full-o --host small --out full-o.json[/b]")
 @terminal.plain_errors()
 def patch(
-    variant: Annotated[str, typer.Option(help=f"{options.bold(VARIANTS)}.")] = settings.VARIANT,
+    variant: options.OneVariant = settings.VARIANT,
     host: options.Host = settings.HOST,
     delta: options.Delta = settings.DELTA,
     quantile: options.Quantile = settings.QUANTILE,
-    tau: Annotated[float | None, typer.Option(help="One tau for every site instead of calibrating.")] = None,
+    tau: options.Tau = None,
     tables: options.Tables = settings.TABLES,
     seed: Annotated[int, typer.Option(help="Seed of the calibration tables.")] = settings.SEED,
     device: options.Device = "auto",
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Save the retrofit (JSON, no weights).")] = None,
+    out: options.RetrofitFile = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Calibrate and patch a host, list its sites, and check that it still predicts as before."""
@@ -64,18 +62,14 @@ def patch(
     options.check_outputs({"--out": out, "--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
     from .retrofit.files import write_rows
-    from .retrofit.sites import patch_and_check, patched_notes, site_cells
+    from .retrofit.sites import patch_and_check, patched_summary, site_cells, site_notes
 
     chosen: dict[str, Any] = {"delta": delta, "quantile": quantile, "tau": tau, "tables": tables, "seed": seed}
     with terminal.open_progress(console) as progress:
         retrofit, check = patch_and_check(host, variant, chosen, device, partial(terminal.begin_stage, progress))
-    errors = options.unwritten({out: retrofit.save, json_file: partial(write_rows, retrofit.table)})
-    before, after = patched_notes(retrofit, check)
-    console.print(before)
-    for title, (header, cells) in site_cells(retrofit).items():
-        terminal.print_table(console, header, cells, title=title, left=2)
-    console.print(after)
-    terminal.exit_with(errors)
+    console.print(patched_summary(retrofit, check))
+    sites, rows = [(title, cells, 2) for title, cells in site_cells(retrofit).items()], retrofit.table
+    terminal.finish(console, sites, site_notes(retrofit), {out: retrofit.save, json_file: partial(write_rows, rows)})
     console.print(f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.", soft_wrap=True)
 
 
@@ -89,7 +83,7 @@ def evaluate(
     host: options.NamedHost = None,
     retrofit: options.GivenRetrofit = None,
     max_rows: options.MaxRows = settings.MAX_ROWS,
-    precision: Annotated[str, typer.Option(help=f"{options.bold(settings.PRECISIONS)}.")] = settings.PRECISION,
+    precision: options.Precision = settings.PRECISION,
     delta: options.Delta = settings.DELTA,
     quantile: options.Quantile = settings.QUANTILE,
     tables: options.Tables = settings.TABLES,
@@ -113,30 +107,17 @@ def evaluate(
 )
 @terminal.plain_errors()
 def predict(
-    train: Annotated[Path, typer.Option(metavar="FILE", help="Rows with a known target, CSV or Parquet.")],
-    test: Annotated[Path, typer.Option(metavar="FILE", help="Rows to predict, CSV or Parquet.")],
-    target: Annotated[str, typer.Option(help="The column to predict. All others are features.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the predictions go, CSV or Parquet.")],
-    by: Annotated[
-        str | None, typer.Option(metavar="GROUP", help="The column that names each row's group. Default: one table.")
-    ] = None,
-    quantiles: Annotated[
-        str | None, typer.Option(metavar="Q,Q,...", help="Quantiles to predict beside the mean, e.g. 0.1,0.5,0.9.")
-    ] = None,
+    train: options.Train,
+    test: options.Test,
+    target: options.Target,
+    out: options.Predictions,
+    by: options.By = None,
+    quantiles: options.Quantiles = None,
     host: options.NamedHost = None,
-    retrofit: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A closed retrofit saved by patch. Default: calibrate one.")
-    ] = None,
+    retrofit: options.ClosedRetrofit = None,
     too_few: options.TooFew = None,
-    on_error: Annotated[
-        str, typer.Option(metavar="error|skip", help="A group that cannot be predicted: an error, or no prediction.")
-    ] = "error",
-    precision: Annotated[
-        str,
-        typer.Option(
-            help="auto, float32, float64 or autocast. Below float32 answers depend a little on what shares a pass."
-        ),
-    ] = "auto",
+    on_error: options.OnError = "error",
+    precision: options.PredictPrecision = "auto",
     device: options.Device = "auto",
     keep: options.Keep = None,
     dask: options.Dask = None,
@@ -195,116 +176,6 @@ def pretrain(
     console.print(f"The host and its loss curve are in {out}.", soft_wrap=True)
 
 
-@bench.command(epilog="Example: [b]oretrofit bench overhead --host random-v3 --rows 1000[/b]")
-@terminal.plain_errors()
-def overhead(
-    host: options.Host = "random-v3",
-    rounds: Annotated[int | None, typer.Option(help="Rounds; by default until each ratio is known to 0.01.")] = None,
-    rows: Annotated[int, typer.Option(help="Train rows.")] = 1000,
-    columns: Annotated[int, typer.Option(help="Feature columns.")] = 10,
-    device: options.Device = "auto",
-    json_file: options.JsonFile = None,
-) -> None:
-    """Time host and variants against each other on one table of random data."""
-    options.check_host(host)
-    options.check_positive(rounds=1 if rounds is None else rounds, rows=rows, columns=columns)
-    options.check_outputs({"--json": json_file}, options.host_file(host))
-    device, console = terminal.start(device)
-    from .experiments.overhead import measure_overhead
-    from .retrofit.hosts import load_host
-
-    with console.status("Timing") as status:
-        table = measure_overhead(
-            load_host(host), rows=rows, columns=columns, rounds=rounds, device=device, on_round=status.update
-        )
-    terminal.print_frame(
-        console, table, json_file, title=f"Time of a forward pass, variant / host, {rows} x {columns}, {device}"
-    )
-
-
-@bench.command("host", epilog="Example: [b]oretrofit bench host --host small --suite mini[/b]")
-@terminal.plain_errors()
-def bench_host(
-    host: options.Host = settings.HOST,
-    suite: options.Suite = "mini",
-    seeds: options.Seeds = settings.SEEDS,
-    device: options.Device = "auto",
-    json_file: options.JsonFile = None,
-) -> None:
-    """Compare a host with ridge regression and a random forest."""
-    options.check_host(host)
-    options.check_between("--seeds", seeds, 1, settings.MOST_SEEDS)
-    from .experiments.datasets import files_of, read_suite
-
-    datasets = read_suite(suite)
-    options.check_outputs({"--json": json_file}, [*files_of(datasets), *options.host_file(host)])
-    device, console = terminal.start(device)
-    from .experiments.baselines import compare_baselines
-    from .retrofit.hosts import load_host
-
-    with console.status("Comparing"):
-        table = compare_baselines(load_host(host), datasets, seeds, device=device, on_case=console.print)
-    terminal.print_frame(console, table, json_file, title="RMSE / RMSE of predicting the train mean")
-
-
-@bench.command("ragged", epilog="Example: [b]oretrofit bench ragged --tables 200 --host small[/b]")
-@terminal.plain_errors()
-def bench_ragged(
-    tables: Annotated[int, typer.Option(help="Synthetic tables of unequal sizes.")] = 200,
-    host: options.Host = settings.HOST,
-    rounds: Annotated[int, typer.Option(help="Runs of each method, each in a process of its own.")] = 3,
-    device: options.Device = "auto",
-    json_file: options.JsonFile = None,
-) -> None:
-    """Time ragged prediction against a loop of fit and predict, and against predict_batched by shape."""
-    options.check_host(host)
-    options.check_positive(tables=tables, rounds=rounds)
-    options.check_outputs({"--json": json_file}, options.host_file(host))
-    device, console = terminal.start(device)
-    from .experiments import ragged_bench as run
-    from .retrofit.files import write_json
-
-    with console.status("Timing") as status:
-        result = run.measure_ragged(host, tables=tables, rounds=rounds, device=device, on_run=status.update)
-    errors = options.unwritten({json_file: partial(write_json, result)})
-    terminal.print_table(console, *run.bench_cells(result), title=f"Predicting {tables} tables, {host}, {device}")
-    console.print(run.bench_notes(result))
-    terminal.exit_with(errors)
-
-
-@bench.command("ragged-equality", epilog="Example: [b]oretrofit bench ragged-equality --tables 200[/b]")
-@terminal.plain_errors()
-def bench_ragged_equality(
-    tables: Annotated[int, typer.Option(help="Synthetic tables of mixed types, with missing cells.")] = 200,
-    host: options.Host = settings.HOST,
-    device: options.Device = "auto",
-    json_file: options.JsonFile = None,
-) -> None:
-    """Show how far ragged prediction is from fit and predict, one table at a time."""
-    options.check_host(host)
-    options.check_positive(tables=tables)
-    options.check_outputs({"--json": json_file}, options.host_file(host))
-    device, console = terminal.start(device)
-    from .experiments import ragged_equality as run
-    from .retrofit.hosts import load_host
-
-    loaded = load_host(host)
-    with terminal.open_progress(console) as progress:
-        calibrating = progress.add_task("Calibrating", total=settings.TABLES)
-        comparing = progress.add_task("Comparing", total=4 * tables)
-        found = run.compare_equality(
-            loaded,
-            run.mixed_tables(tables),
-            device=device,
-            on_calibrated=lambda: progress.advance(calibrating),
-            on_tables=lambda done: progress.update(comparing, completed=done),
-        )
-    terminal.print_frame(
-        console, found, json_file, title=f"Ragged prediction of {tables} tables against one by one, {device}"
-    )
-    console.print(run.equality_notes())
-
-
 @app.command(epilog="Example: [b]oretrofit frontier --variant full-o --plot frontier.png[/b]")
 @terminal.plain_errors()
 def frontier(
@@ -318,9 +189,7 @@ def frontier(
     plot: options.Plot = None,
 ) -> None:
     """Show what predictions lose and what the gate buys as delta, and tau with it, grows."""
-    variants = list(dict.fromkeys(variant or VARIANTS))
-    for name in variants:
-        options.check_choice("--variant", name, VARIANTS)
+    variants = options.chosen_variants(variant)
     options.check_host(host)
     options.check_positive(tables=tables)
     options.check_between("--seeds", seeds, 1, settings.MOST_SEEDS)
@@ -346,12 +215,9 @@ def frontier(
         rows = run.sweep_delta(
             loaded, calibration, cases, variants, on_case=lambda: progress.advance(sweeping), device=device
         )
-    errors = options.unwritten({json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)})
     place = f"{tables} held-out synthetic tables" if suite is None else f"{len(cases)} cases of {suite}"
-    for name, group in rows.groupby("variant", sort=False):
-        terminal.print_table(console, *run.delta_cells(group), title=f"{name} on {place}, by delta")
-    console.print(run.notes())
-    terminal.exit_with(errors)
+    files = {json_file: partial(write_rows, rows), plot: partial(run.plot_frontier, rows)}
+    terminal.finish(console, run.titled_tables(rows, place), run.notes(), files)
 
 
 @app.command(epilog="Example: [b]oretrofit ablate --blocks 2 --plot ablation.png[/b]")
@@ -374,11 +240,9 @@ def ablate(
 
     with console.status("Inserting zero tokens"):
         table = ablation.ablate(blocks=blocks, seeds=seeds, device=device)
-    errors = options.unwritten({json_file: partial(write_rows, table), plot: partial(ablation.plot_ablation, table)})
+    files = {json_file: partial(write_rows, table), plot: partial(ablation.plot_ablation, table)}
     title = f"Zero tokens inserted, {seeds} seeds, float32, {device}: medians and largest"
-    terminal.print_table(console, *ablation.cells(table), title=title, left=2)
-    console.print(ablation.notes(table))
-    terminal.exit_with(errors)
+    terminal.finish(console, [(title, ablation.cells(table), 2)], ablation.notes(table), files)
 
 
 @app.command(epilog="Example: [b]oretrofit audit --variant full-o --json audit.json[/b]")
@@ -391,8 +255,7 @@ def audit(
     json_file: options.JsonFile = None,
 ) -> None:
     """Insert NULL rows and columns at every stage of a host and its variants, and say which part leaks."""
-    for name in variant or ():
-        options.check_choice("--variant", name, VARIANTS)
+    variants = options.chosen_variants(variant)
     options.check_host(host)
     options.check_positive(tables=tables)
     options.check_outputs({"--json": json_file}, options.host_file(host))
@@ -405,13 +268,11 @@ def audit(
 
     with console.status("Auditing") as status:
         loaded = load_host(host)
-        found = run.audit(loaded, variant or list(VARIANTS), tables=tables, device=device, on_step=status.update)
-    errors = options.unwritten({json_file: partial(write_json, found)})
+        found = run.audit(loaded, variants, tables=tables, device=device, on_step=status.update)
     spec = known_spec(loaded.model)
-    for title, cells, left in audit_report.titled_tables(found, spec, device):
-        terminal.print_table(console, *cells, title=title, left=left)
-    console.print(audit_report.notes(found, spec))
-    terminal.exit_with(errors)
+    tables_found = audit_report.titled_tables(found, spec, device)
+    files = {json_file: partial(write_json, found)}
+    terminal.finish(console, tables_found, audit_report.notes(found, spec), files)
 
 
 @app.command(epilog="Example: [b]oretrofit contracts --dtype fp32,bf16 --json contracts.json[/b]")
@@ -432,8 +293,5 @@ def contracts(
     dtypes = run.parse_dtypes(dtype)
     with console.status("Checking") as status:
         table = run.check_contracts(dtypes, device, on_step=status.update)
-    errors = options.unwritten({json_file: partial(write_rows, table)})
-    for title, (header, cells) in run.table_cells(table).items():
-        terminal.print_table(console, header, cells, title=f"{title}, {device}", left=2)
-    console.print(run.notes())
-    terminal.exit_with([*errors, *run.failures(table)])
+    tables = [(f"{title}, {device}", cells, 2) for title, cells in run.table_cells(table).items()]
+    terminal.finish(console, tables, run.notes(), {json_file: partial(write_rows, table)}, run.failures(table))

@@ -9,12 +9,12 @@ from typing import Any
 import pandas as pd
 
 from ..patches.host_spec import HostSpec
+from ..retrofit.terminal import Cells, Titled
 from .audit import LEAK
 from .audit_tables import KINDS
-from .report import Cells
 
 
-def titled_tables(found: dict[str, Any], spec: HostSpec, device: str) -> Iterator[tuple[str, Cells, int]]:
+def titled_tables(found: dict[str, Any], spec: HostSpec, device: str) -> Iterator[Titled]:
     """Title, header and cells, and how many columns are text, of all that is printed as a table."""
     title = f"NULLs in the input, {found['tables']} synthetic tables, float32, {device}: shift of a live prediction"
     yield title, summary_cells(found), 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from ..retrofit.api import Retrofit, patch
 from ..retrofit.check import Change, compare, predict_cases, summarize
 from ..retrofit.files import replacing
 from ..retrofit.hosts import Host
+from ..retrofit.terminal import Cells, Titled
 from .datasets import load_dataset, make_case
-from .report import Cells, bootstrap_ci, percent, set_change_scale
+from .report import bootstrap_ci, percent, set_change_scale
 from .style import OTHER_STYLE, STYLES
 
 DELTAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1e-1)
@@ -93,6 +94,12 @@ def sweep_delta(
 def _interval(changes: Sequence[Change]) -> dict[str, float]:
     low, high = bootstrap_ci(np.array([change.rmse_delta_pct for change in changes]))
     return {"ci95_low_pct": low, "ci95_high_pct": high}
+
+
+def titled_tables(rows: pd.DataFrame, place: str) -> Iterator[Titled]:
+    """A table a variant of the rows of `sweep_delta`, made at `place`."""
+    for name, group in rows.groupby("variant", sort=False):
+        yield f"{name} on {place}, by delta", delta_cells(group), 1
 
 
 def delta_cells(rows: pd.DataFrame) -> Cells:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,38 +27,100 @@ def bold(names: Iterable[str]) -> str:
     return ", ".join(f"[b]{name}[/b]" for name in names)
 
 
-Host = Annotated[str, typer.Option(help=f"{bold(settings.HOST_NAMES)} or a checkpoint file.")]
-Device = Annotated[str, typer.Option(help="[b]auto[/b] (a GPU if there is one), [b]cpu[/b] or [b]cuda[/b].")]
-Suite = Annotated[
-    str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
+def _one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """What a shell is offered for the beginning of a name."""
+    known = list(names)
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+def _file(text: str, metavar: str = "FILE") -> Any:
+    return typer.Option(metavar=metavar, help=text)
+
+
+# Hosts, variants, and how tau is chosen.
+_HOSTS, _VARIANTS = _one_of(settings.HOST_NAMES), _one_of(VARIANTS)
+Host = Annotated[str, typer.Option(help=f"{bold(settings.HOST_NAMES)} or a checkpoint file.", autocompletion=_HOSTS)]
+NamedHost = Annotated[
+    str | None,
+    typer.Option(
+        help=f"As of patch. Default: {settings.HOST}, or the host that --retrofit names.", autocompletion=_HOSTS
+    ),
 ]
-Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
+OneVariant = Annotated[str, typer.Option(help=f"{bold(VARIANTS)}.", autocompletion=_VARIANTS)]
+Variants = Annotated[
+    list[str] | None,
+    typer.Option("--variant", help="As of patch; repeatable. Default: all.", autocompletion=_VARIANTS),
+]
 Variant = Annotated[
     list[str] | None,
-    typer.Option(help=f"{bold(VARIANTS)}; repeatable. Default: {' and '.join(settings.PAPER_VARIANTS)}."),
-]
-GivenRetrofit = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Evaluate a retrofit saved by patch, as it is.")
-]
-MaxRows = Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")]
-Workers = Annotated[
-    int, typer.Option(help="Cases side by side, in so many processes. More than 1: times mean nothing. Not on a GPU.")
-]
-RunFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the run. Default: runs/eval-HOST-PRECISION.")
+    typer.Option(
+        help=f"{bold(VARIANTS)}; repeatable. Default: {' and '.join(settings.PAPER_VARIANTS)}.",
+        autocompletion=_one_of((settings.IDENTITY, *VARIANTS)),
+    ),
 ]
 Delta = Annotated[float, typer.Option(help="How much presence a live token at the quantile loses, between 0 and 1.")]
 Quantile = Annotated[float, typer.Option(help="Which quantile of ||h||² keeps presence 1 - delta, from 0 to 1.")]
 Tables = Annotated[int, typer.Option(help="Synthetic tables to calibrate on.")]
-Variants = Annotated[list[str] | None, typer.Option("--variant", help="As of patch; repeatable. Default: all.")]
-Plot = Annotated[Path | None, typer.Option(metavar="FILE", help="Also draw the tables (PNG).")]
+Tau = Annotated[float | None, typer.Option(help="One tau for every site instead of calibrating.")]
+GivenRetrofit = Annotated[Path | None, _file("Evaluate a retrofit saved by patch, as it is.")]
+RetrofitFile = Annotated[Path | None, _file("Save the retrofit (JSON, no weights).")]
+
+# Where it runs and what it writes.
+Device = Annotated[
+    str,
+    typer.Option(
+        help="[b]auto[/b] (a GPU if there is one), [b]cpu[/b] or [b]cuda[/b].",
+        autocompletion=_one_of(settings.DEVICES),
+    ),
+]
+Precision = Annotated[
+    str, typer.Option(help=f"{bold(settings.PRECISIONS)}.", autocompletion=_one_of(settings.PRECISIONS))
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the table as JSON.")]
+Plot = Annotated[Path | None, _file("Also draw the tables (PNG).")]
+
+# Cases.
+Suite = Annotated[
+    str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
+]
+Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
+MaxRows = Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")]
+Workers = Annotated[
+    int, typer.Option(help="Cases side by side, in so many processes. More than 1: times mean nothing. Not on a GPU.")
+]
+RunFolder = Annotated[Path | None, _file("Folder of the run. Default: runs/eval-HOST-PRECISION.", "DIR")]
+DaskCases = Annotated[
+    str | None, typer.Option("--dask", metavar="ADDRESS|local", help="Run the cases by the workers of a Dask cluster.")
+]
+
+# Tables to predict.
+Train = Annotated[Path, _file("Rows with a known target, CSV or Parquet.")]
+Test = Annotated[Path, _file("Rows to predict, CSV or Parquet.")]
+Target = Annotated[str, typer.Option(help="The column to predict. All others are features.")]
+Predictions = Annotated[Path, _file("Where the predictions go, CSV or Parquet.")]
+By = Annotated[
+    str | None, typer.Option(metavar="GROUP", help="The column that names each row's group. Default: one table.")
+]
+Quantiles = Annotated[
+    str | None, typer.Option(metavar="Q,Q,...", help="Quantiles to predict beside the mean, e.g. 0.1,0.5,0.9.")
+]
+ClosedRetrofit = Annotated[Path | None, _file("A closed retrofit saved by patch. Default: calibrate one.")]
 TooFew = Annotated[
     str | None,
     typer.Option(
         metavar="error|nan|pooled",
         help="Groups with fewer than 2 train rows: an error, no prediction, or one from all groups' train rows. "
         "Default: error; nan with --on-error skip.",
+    ),
+]
+OnError = Annotated[
+    str, typer.Option(metavar="error|skip", help="A group that cannot be predicted: an error, or no prediction.")
+]
+PredictPrecision = Annotated[
+    str,
+    typer.Option(
+        help="auto, float32, float64 or autocast. Below float32 answers depend a little on what shares a pass.",
+        autocompletion=_one_of(settings.PRECISIONS),
     ),
 ]
 Keep = Annotated[
@@ -74,12 +136,6 @@ Dask = Annotated[
         help="Predict by the workers of a Dask cluster. Tables may then be folders of Parquet files, larger than "
         "memory; so is --out.",
     ),
-]
-DaskCases = Annotated[
-    str | None, typer.Option("--dask", metavar="ADDRESS|local", help="Run the cases by the workers of a Dask cluster.")
-]
-NamedHost = Annotated[
-    str | None, typer.Option(help=f"As of patch. Default: {settings.HOST}, or the host that --retrofit names.")
 ]
 
 
@@ -166,6 +222,13 @@ def check_choice(option: str, value: str, known: Iterable[str]) -> None:
     """Raise `ValueError` for a name that is not among the known ones."""
     if value not in known:
         raise ValueError(f"{option}: unknown {option.strip('-')} {value!r}; there are: {', '.join(known)}")
+
+
+def chosen_variants(names: list[str] | None) -> list[str]:
+    """The variants given by `--variant`, each once; by default all. Raises `ValueError` for an unknown one."""
+    for name in names or ():
+        check_choice("--variant", name, VARIANTS)
+    return list(dict.fromkeys(names or VARIANTS))
 
 
 def check_between(option: str, value: float, low: float, high: float) -> None:

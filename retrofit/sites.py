@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 from ..calibration import settings
@@ -27,16 +26,21 @@ def patch_and_check(
     return retrofit, near_identity(retrofit, cases, on_case=lambda: checked(next(checks)), device=device)
 
 
-def patched_notes(retrofit: Retrofit, check: dict[str, float]) -> tuple[str, str]:
-    """What to read before the tables of sites, and what behind them."""
-    names = ", ".join(f"{short} = {name}" for name, short in known_spec(retrofit.model).short_names.items())
+def patched_summary(retrofit: Retrofit, check: dict[str, float]) -> str:
+    """What a user wants to know first: how near to its host the patched clone is, and how it was made."""
+    chosen = ", ".join(f"{name} {value}" for name, value in retrofit.settings.items())
     return (
-        f"{retrofit.variant}, {len(retrofit.sites)} sites, settings {json.dumps(retrofit.settings)}\n"
-        f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {names}\n",
-        f"On {HELD_OUT_TABLES} held-out synthetic tables, in float32: RMSE change mean "
-        f"{check['mean_rmse_delta_pct']:+.4f} %, largest {check['largest_rmse_delta_pct']:+.4f} %; largest shift of a "
-        f"prediction {check['max_abs_diff_sd']:.2g} target standard deviations.",
+        f"{retrofit.variant} of {retrofit.host.name}: {len(retrofit.sites)} sites, {chosen}.\n"
+        f"On {HELD_OUT_TABLES} held-out synthetic tables, in float32, against the host:\n"
+        f"  RMSE change: mean {check['mean_rmse_delta_pct']:+.4f} %, largest {check['largest_rmse_delta_pct']:+.4f} %\n"
+        f"  largest shift of a prediction: {check['max_abs_diff_sd']:.2g} target standard deviations\n"
     )
+
+
+def site_notes(retrofit: Retrofit) -> str:
+    """What a reader of the tables of sites has to know."""
+    names = ", ".join(f"{short} = {name}" for name, short in known_spec(retrofit.model).short_names.items())
+    return f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {names}"
 
 
 def site_cells(retrofit: Retrofit) -> dict[str, Cells]:

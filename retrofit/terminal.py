@@ -6,7 +6,7 @@ import io
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 # Header and rows of a table.
 Cells: TypeAlias = tuple[list[str], list[list[str]]]
+
+# A table with its title, and how many of its columns are text.
+Titled: TypeAlias = tuple[str, Cells, int]
 
 # Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
 Begin: TypeAlias = Callable[[str, int | None], Callable[[int], None]]
@@ -132,8 +135,22 @@ def frame_cells(frame: pd.DataFrame) -> Cells:
     return [str(column).replace("_", " ") for column in frame.columns], cells
 
 
-def print_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, *, title: str) -> None:
-    """Write a table, where asked to, and print it."""
-    errors = unwritten({json_file: partial(write_rows, frame)})
-    print_table(console, *frame_cells(frame), title=title)
-    exit_with(errors)
+def finish(
+    console: Console,
+    tables: Iterable[Titled],
+    notes: str,
+    files: Mapping[Path | None, Callable[[Path], None]],
+    failures: Sequence[str] = (),
+) -> None:
+    """End a command: write its files, print its tables and notes, and exit with code 1 for what failed."""
+    errors = unwritten(files)
+    for title, (header, cells), left in tables:
+        print_table(console, header, cells, title=title, left=left)
+    if notes:
+        console.print(notes)
+    exit_with([*errors, *failures])
+
+
+def finish_frame(console: Console, frame: pd.DataFrame, json_file: Path | None, title: str, notes: str = "") -> None:
+    """`finish` with a table as it is."""
+    finish(console, [(title, frame_cells(frame), 1)], notes, {json_file: partial(write_rows, frame)})
