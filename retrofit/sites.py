@@ -10,7 +10,8 @@ from .api import Retrofit, patch
 from .check import near_identity, synthetic_cases
 from .hosts import load_host
 from .patcher import known_spec
-from .terminal import Begin, Cells
+from .printing import Cells
+from .terminal import Begin
 
 HELD_OUT_TABLES = 8  # on which host and variant are compared
 
