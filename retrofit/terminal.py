@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import typer
 
 from ..calibration.settings import DEVICES
 from .files import write_rows
-from .options import check_choice, unwritten, what_failed, without_advice
+from .options import Files, check_choice, unwritten, what_failed, without_advice
 from .printing import Titled, frame_cells, print_table
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def finish(
     console: Console,
     tables: Iterable[Titled],
     notes: str,
-    files: Mapping[Path | None, Callable[[Path], None]],
+    files: Files,
     failures: Sequence[str] = (),
 ) -> None:
     """End a command: write its files, print its tables and notes, and exit with code 1 for what failed."""

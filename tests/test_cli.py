@@ -27,7 +27,7 @@ from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import datasets, evaluate, frontier, report, runs
 from oretrofit.experiments.folders import held
 from oretrofit.experiments.pretrain import PretrainSettings, save_host
-from oretrofit.retrofit import api, sites, tabpfn_api
+from oretrofit.retrofit import api, check, tabpfn_api
 from oretrofit.retrofit import files as writing
 from oretrofit.retrofit.hosts import Host, random_host
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, measured: Calibration) -> None:
     """One estimator instead of TabPFN's eight, a measurement made once, and fewer held-out tables."""
     monkeypatch.setattr(evaluate, "Plan", functools.partial(evaluate.Plan, estimator={"n_estimators": 1}))
     monkeypatch.setattr(evaluate, "calibrate", lambda host, **_: measured)
-    monkeypatch.setattr(sites, "HELD_OUT_TABLES", 2)
+    monkeypatch.setattr(check, "HELD_OUT_TABLES", 2)
 
 
 @pytest.fixture(scope="module")
