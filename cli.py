@@ -61,15 +61,18 @@ def patch(
     options.check_between("--seed", seed, 0, 2**32 - 1)
     options.check_outputs({"--out": out, "--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
+    from .retrofit.check import checked_summary, patch_and_check
     from .retrofit.files import write_rows
-    from .retrofit.sites import patch_and_check, patched_summary, site_cells, site_notes
+    from .retrofit.patcher import known_spec
+    from .retrofit.sites import site_notes, site_tables
 
     chosen: dict[str, Any] = {"delta": delta, "quantile": quantile, "tau": tau, "tables": tables, "seed": seed}
     with terminal.open_progress(console) as progress:
         retrofit, check = patch_and_check(host, variant, chosen, device, partial(terminal.begin_stage, progress))
-    console.print(patched_summary(retrofit, check))
-    sites, rows = [(title, cells, 2) for title, cells in site_cells(retrofit).items()], retrofit.table
-    terminal.finish(console, sites, site_notes(retrofit), {out: retrofit.save, json_file: partial(write_rows, rows)})
+    console.print(checked_summary(retrofit, check))
+    sites, spec = retrofit.table, known_spec(retrofit.model)
+    files: options.Files = {out: retrofit.save, json_file: partial(write_rows, sites)}
+    terminal.finish(console, site_tables(sites, spec), site_notes(spec), files)
     console.print(f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.", soft_wrap=True)
 
 

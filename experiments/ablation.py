@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..patches.operators import OFFN, OAttention, OTransformer, OTransformerBlock
 from ..retrofit.files import replacing
-from ..retrofit.terminal import Cells
+from ..retrofit.printing import Cells
 
 WIDTH, HEADS, TOKENS, NULLS = 64, 4, 16, 16
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from ..patches.host_spec import HostSpec
-from ..retrofit.terminal import Cells, Titled
+from ..retrofit.printing import Cells, Titled
 from .audit import LEAK
 from .audit_tables import KINDS
 

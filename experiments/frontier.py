@@ -17,7 +17,7 @@ from ..retrofit.api import Retrofit, patch
 from ..retrofit.check import Change, compare, predict_cases, summarize
 from ..retrofit.files import replacing
 from ..retrofit.hosts import Host
-from ..retrofit.terminal import Cells, Titled
+from ..retrofit.printing import Cells, Titled
 from .datasets import load_dataset, make_case
 from .report import bootstrap_ci, percent, set_change_scale
 from .style import OTHER_STYLE, STYLES

@@ -21,10 +21,10 @@ from ..calibration.carriers import split_table
 from ..calibration.prior import draw_table
 from ..retrofit.api import patch
 from ..retrofit.hosts import load_host
+from ..retrofit.printing import Cells
 from ..retrofit.ragged.report import STAGES
 from .memory import peak_mb
 from .ragged_equality import RawTable, largest_shift
-from .report import Cells
 
 METHODS = ("loop", "shape_groups", "parallel_loop", "ragged")
 

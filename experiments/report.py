@@ -13,7 +13,7 @@ import pandas as pd
 
 from ..retrofit.check import largest
 from ..retrofit.files import replacing, write_json, write_text
-from ..retrofit.terminal import Cells
+from ..retrofit.printing import Cells, markdown_table
 from .datasets import BUNDLED_TARGETS
 from .style import OTHER_STYLE, STYLES, short_datasets
 
@@ -291,19 +291,12 @@ def _write_markdown(summary: dict[str, Any], rows: pd.DataFrame, file: Path) -> 
     parts = [
         "# RMSE change against the host, %",
         f"Host {host}, precision {precision}, device {device}, at most {settings['max_train_rows']} train rows.",
-        _markdown_table(*summary_cells(summary)),
+        markdown_table(*summary_cells(summary)),
         notes(summary).replace("*", "\\*"),
     ]
     if summary["failed"]:
         parts += ["## Failed cases"]
         parts += ["\n".join(f"- {names[f['dataset']]}, seed {f['seed']}: {f['reason']}" for f in summary["failed"])]
     if len(rows):
-        parts += ["## Cases", _markdown_table(*case_cells(rows, names))]
+        parts += ["## Cases", markdown_table(*case_cells(rows, names))]
     write_text(file, "\n\n".join(parts) + "\n")
-
-
-def _markdown_table(header: list[str], cells: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in [header, rule, *cells]
-    )

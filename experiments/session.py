@@ -23,7 +23,8 @@ from ..retrofit.options import (
     host_file,
     unwritten,
 )
-from ..retrofit.terminal import interrupted, open_progress, print_table
+from ..retrofit.printing import print_table
+from ..retrofit.terminal import interrupted, open_progress
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -85,11 +86,12 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
 
     Raises `ValueError` for what cannot be run, `OSError` for a folder that cannot be written to.
     """
-    from . import evaluate, report
-    from .runs import CASES, REPORTS, SETTINGS, open_run
-    from .style import short_datasets
+    with console.status("Loading TabPFN and the host"):
+        from . import evaluate, report
+        from .runs import CASES, REPORTS, SETTINGS, open_run
+        from .style import short_datasets
 
-    plan = _plan(options)
+        plan = _plan(options)
     if options.dask is None:
         settings.check_workers("--workers", options.workers, plan.device)
     folder = options.out or Path("runs") / f"eval-{Path(plan.host.name or 'host').stem}-{options.precision}"
@@ -144,9 +146,12 @@ def _run_missing(
 
     try:
         with open_progress(console) as progress:
-            calibrating = progress.add_task("Calibrating", total=plan.tables)
-            alone = workers == 1 and client is None
-            warming = progress.add_task("Warming up", total=1 + len(opened.settings["variants"]), visible=alone)
+            alone, labels = workers == 1 and client is None, list(opened.settings["variants"])
+            will_calibrate = not all(opened.retrofit_file(label).exists() for label in plan.deltas())
+            if opened.missing():
+                console.print(_what_is_begun(plan, labels, will_calibrate, alone))
+            calibrating = progress.add_task("Calibrating", total=plan.tables, visible=will_calibrate)
+            warming = progress.add_task("Warming up", total=1 + len(labels), visible=alone)
             running = progress.add_task("Cases", total=len(opened.missing()))
 
             def show(line: str) -> None:
@@ -180,6 +185,14 @@ def _write_report(folder: Path, summary: dict[str, Any], rows: Any, json_file: P
     }
     safe = f"every finished case is safe in {folder / CASES}; the same command again writes the rest"
     return unwritten({**files, json_file: partial(write_json, summary)}, safe)
+
+
+def _what_is_begun(plan: Plan, labels: list[str], will_calibrate: bool, alone: bool) -> str:
+    host, precision = Path(plan.host.name or "host").name, plan.precision_used()
+    first = [f"tau is calibrated on {plan.tables} synthetic tables"] if will_calibrate else []
+    first += ["each model predicts a small table to warm up, so that no case's time counts what loads once"] * alone
+    before = f" First {'; then '.join(first)}." if first else ""
+    return f"Comparing {', '.join(labels)} with the host {host}, {precision} on {plan.device}.{before}"
 
 
 def _say_what_is_there(console: Console, opened: Run, total: int) -> None:

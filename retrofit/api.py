@@ -20,9 +20,10 @@ from ..calibration.variants import check_variant
 from .checkpoints import SUFFIX, read_retrofit, write_retrofit
 from .files import write_text
 from .hosts import Host, HostError, HostLike, load_host
-from .patcher import Site, carriers, check_tau, patch_model
+from .patcher import Site, carriers, check_tau, known_spec, patch_model
 from .ragged.groups import predict_groups
 from .ragged.predicting import predict_ragged
+from .sites import as_html, as_text
 from .tabpfn_api import check_tabpfn
 
 _FORMAT = "oretrofit-1"
@@ -76,6 +77,14 @@ class Retrofit:
         chosen = "".join(f", {name}={value!r}" for name, value in self.settings.items())
         host = self.host.name or f"a {type(self.host.model).__name__}"
         return f"<Retrofit of {host}: variant={self.variant!r}{chosen}, {len(self.sites)} sites>"
+
+    def __str__(self) -> str:
+        """That and every site, in tables as wide as the terminal is."""
+        return as_text(repr(self), self.table, known_spec(self.model))
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        return as_html(repr(self), self.table)
 
     def to_dict(self) -> dict[str, Any]:
         """What makes the retrofit beside the host's weights, in JSON's types: what `save` writes."""

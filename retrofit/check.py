@@ -1,7 +1,11 @@
-"""Whether a retrofit still predicts as its host does: the one comparison of their predictions."""
+"""Whether a retrofit still predicts as its host does: the one comparison of their predictions.
+
+`oretrofit patch` ends with it.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +14,15 @@ import numpy as np
 import pandas as pd
 from tabpfn.base import ModelSpecs
 
+from ..calibration import settings
 from ..calibration.carriers import calibration_tables, split_table
 from ..calibration.cases import Case
 from ..calibration.predicting import predict_case, rmse
-from .api import Retrofit
+from .api import Retrofit, patch
+from .hosts import load_host
+from .terminal import Begin
+
+HELD_OUT_TABLES = 8  # on which `oretrofit patch` compares host and variant
 
 
 @dataclass(frozen=True)
@@ -107,3 +116,24 @@ def near_identity(
     """
     host, variant = (predict_cases(specs, cases, on_case, **options) for specs in (retrofit.host_specs, retrofit.specs))
     return summarize([compare(*made) for made in zip(cases, host, variant, strict=True)])
+
+
+def patch_and_check(
+    host: str, variant: str, options: dict[str, Any], device: str, begin: Begin
+) -> tuple[Retrofit, dict[str, float]]:
+    """Patch a host, and compare its predictions before and after on held-out synthetic tables; see `near_identity`."""
+    calibrated, count = begin("Calibrating", options["tables"]), itertools.count(1)
+    retrofit = patch(load_host(host), variant, **options, device=device, on_table=lambda: calibrated(next(count)))
+    checked, checks = begin("Checking", 2 * HELD_OUT_TABLES), itertools.count(1)
+    cases = synthetic_cases(HELD_OUT_TABLES, options["seed"] + settings.HELD_OUT)
+    return retrofit, near_identity(retrofit, cases, on_case=lambda: checked(next(checks)), device=device)
+
+
+def checked_summary(retrofit: Retrofit, found: dict[str, float]) -> str:
+    """What a user of `patch_and_check` wants to know first."""
+    return (
+        f"{retrofit!r}\n"
+        f"On {HELD_OUT_TABLES} held-out synthetic tables, in float32, against the host:\n"
+        f"  RMSE change: mean {found['mean_rmse_delta_pct']:+.4f} %, largest {found['largest_rmse_delta_pct']:+.4f} %\n"
+        f"  largest shift of a prediction: {found['max_abs_diff_sd']:.2g} target standard deviations\n"
+    )

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
 from ..calibration import settings
 from ..calibration.variants import VARIANTS
 from .files import check_writable, replacing
+
+# What writes each file that a command ends with; one that was not asked for is None.
+Files: TypeAlias = "Mapping[Path | None, Callable[[Path], None]]"
 
 _FLOAT32 = 3.4e38  # about the largest number
 _MANY = 10_000_000  # of anything; more is a slip of the keyboard, or a seed in the wrong place
@@ -256,7 +259,7 @@ def host_file(host: str | None) -> list[Path]:
     return [] if host is None or host in settings.HOST_NAMES else [Path(host)]
 
 
-def unwritten(files: Mapping[Path | None, Callable[[Path], None]], safe: str = "") -> list[str]:
+def unwritten(files: Files, safe: str = "") -> list[str]:
     """Write files, each whole or not at all; one that fails does not keep the others from being written.
 
     Returns a message for each that failed: with what is `safe`, or else where its content was put instead.

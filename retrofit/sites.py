@@ -1,59 +1,27 @@
-"""`oretrofit patch`: a host patched and checked, and its sites as a user reads them."""
+"""A retrofit's sites as a user reads them: in a terminal, in a pipe, and in a notebook."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+import html
+import io
+import shutil
 
-from ..calibration import settings
-from .api import Retrofit, patch
-from .check import near_identity, synthetic_cases
-from .hosts import load_host
-from .patcher import known_spec
-from .terminal import Begin, Cells
+import pandas as pd
 
-HELD_OUT_TABLES = 8  # on which host and variant are compared
+from ..patches.host_spec import HostSpec
+from .printing import Cells, Titled, print_table
 
 
-def patch_and_check(
-    host: str, variant: str, options: dict[str, Any], device: str, begin: Begin
-) -> tuple[Retrofit, dict[str, float]]:
-    """Patch a host, and compare its predictions before and after on held-out synthetic tables; see `near_identity`."""
-    calibrated, count = begin("Calibrating", options["tables"]), itertools.count(1)
-    retrofit = patch(load_host(host), variant, **options, device=device, on_table=lambda: calibrated(next(count)))
-    checked, checks = begin("Checking", 2 * HELD_OUT_TABLES), itertools.count(1)
-    cases = synthetic_cases(HELD_OUT_TABLES, options["seed"] + settings.HELD_OUT)
-    return retrofit, near_identity(retrofit, cases, on_case=lambda: checked(next(checks)), device=device)
-
-
-def patched_summary(retrofit: Retrofit, check: dict[str, float]) -> str:
-    """What a user wants to know first: how near to its host the patched clone is, and how it was made."""
-    chosen = ", ".join(f"{name} {value}" for name, value in retrofit.settings.items())
-    return (
-        f"{retrofit.variant} of {retrofit.host.name}: {len(retrofit.sites)} sites, {chosen}.\n"
-        f"On {HELD_OUT_TABLES} held-out synthetic tables, in float32, against the host:\n"
-        f"  RMSE change: mean {check['mean_rmse_delta_pct']:+.4f} %, largest {check['largest_rmse_delta_pct']:+.4f} %\n"
-        f"  largest shift of a prediction: {check['max_abs_diff_sd']:.2g} target standard deviations\n"
-    )
-
-
-def site_notes(retrofit: Retrofit) -> str:
-    """What a reader of the tables of sites has to know."""
-    names = ", ".join(f"{short} = {name}" for name, short in known_spec(retrofit.model).short_names.items())
-    return f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {names}"
-
-
-def site_cells(retrofit: Retrofit) -> dict[str, Cells]:
-    """Header and cells of a retrofit's sites, by what became of the class.
+def site_tables(sites: pd.DataFrame, spec: HostSpec) -> list[Titled]:
+    """The sites of `Retrofit.table`, a table for each class that was swapped.
 
     Names are shortened as the host's `HostSpec` has it; the columns in percent are quantiles of `||h||^2`.
     """
-    sites, spec = retrofit.table, known_spec(retrofit.model)
     header = ["site", "carrier", "tau"]
     calibrated = "sq_norm_q50" in sites
     if calibrated:
         header += ["1 %", "50 %", "99 %", "p min", "p med."]
-    tables = {}
+    tables: dict[str, Cells] = {}
     for (host_class, o_class), group in sites.groupby(["host_class", "o_class"], sort=False):
         cells = []
         for site in group.to_dict("records"):
@@ -67,7 +35,35 @@ def site_cells(retrofit: Retrofit) -> dict[str, Cells]:
                 row += [f"{site[f'presence_{kind}']:.5f}" for kind in ("min", "median")]
             cells.append(row)
         tables[f"{host_class} -> {o_class}"] = (header, cells)
-    return tables
+    return [(title, cells, 2) for title, cells in tables.items()]
+
+
+def site_notes(spec: HostSpec) -> str:
+    """What a reader of these tables has to know."""
+    names = ", ".join(f"{short} = {name}" for name, short in spec.short_names.items())
+    return f"1 %, 50 %, 99 %: quantiles of ||h||²; p: presence; both: receiver and source; {names}"
+
+
+def as_text(summary: str, sites: pd.DataFrame, spec: HostSpec) -> str:
+    """A summary and every site, as wide as the terminal is; 80 columns where there is none."""
+    from rich.console import Console
+
+    columns = shutil.get_terminal_size().columns
+    file = io.StringIO()
+    console = Console(
+        file=file, width=columns, force_terminal=True, color_system=None, highlight=False, markup=False, emoji=False
+    )
+    console.print(f"{summary}\n")
+    for title, (header, cells), left in site_tables(sites, spec):
+        print_table(console, header, cells, title=title, left=left)
+    console.print(site_notes(spec), end="")
+    return file.getvalue()
+
+
+def as_html(summary: str, sites: pd.DataFrame) -> str:
+    """The same for a notebook: the summary, and behind it the whole table."""
+    table = sites.to_html(index=False, border=0, float_format="{:.4g}".format)
+    return f"<details><summary>{html.escape(summary)}</summary>{table}</details>"
 
 
 def _short_number(value: float) -> str:

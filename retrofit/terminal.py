@@ -6,7 +6,8 @@ import io
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,18 +17,13 @@ import typer
 
 from ..calibration.settings import DEVICES
 from .files import write_rows
-from .options import check_choice, unwritten, what_failed, without_advice
+from .options import Files, check_choice, unwritten, what_failed, without_advice
+from .printing import Titled, frame_cells, print_table
 
 if TYPE_CHECKING:
     import pandas as pd
     from rich.console import Console
     from rich.progress import Progress
-
-# Header and rows of a table.
-Cells: TypeAlias = tuple[list[str], list[list[str]]]
-
-# A table with its title, and how many of its columns are text.
-Titled: TypeAlias = tuple[str, Cells, int]
 
 # Begins a stage of the work, with its name and steps; returns what to call with the number of steps that are done.
 Begin: TypeAlias = Callable[[str, int | None], Callable[[int], None]]
@@ -39,15 +35,27 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Turn the errors that a user can do something about into one message and exit code 2, and interrupts into one."""
+    """Turn the errors that a user can do something about into one message and exit code 2, and interrupts into one.
+
+    Each warning is said once, in a line.
+    """
 
     def terminate(*_: Any) -> NoReturn:
         raise Terminated
 
+    def say(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in said:
+            said.add(str(message))
+            typer.echo(f"Warning: {without_advice(str(message))}", err=True)
+
+    said: set[str] = set()
+
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGTERM, terminate) if in_main else None
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.showwarning = say
+            yield
     except ValueError as error:  # HostError, PatchError, RetrofitError and DatasetError are ValueErrors
         typer.echo(f"Error: {without_advice(str(error))}", err=True)
         raise typer.Exit(2) from error
@@ -88,9 +96,11 @@ def exit_with(errors: Sequence[str]) -> None:
 def start(device: str) -> tuple[str, Console]:
     """The device that `device` means here, and standard output; imports torch. Raises `ValueError` for no device."""
     check_choice("--device", device, DEVICES)
-    from ..calibration.predicting import resolve_device
+    console = open_console()
+    with console.status("Loading torch and TabPFN"):
+        from ..calibration.predicting import resolve_device
 
-    return resolve_device(device), open_console()
+        return resolve_device(device), console
 
 
 def open_console() -> Console:
@@ -99,14 +109,17 @@ def open_console() -> Console:
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it does not have must not cost the results
         sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.soft_wrap = not console.is_terminal  # a pipe has no width
+    return console
 
 
 def open_progress(console: Console) -> Progress:
     """Progress bars, where the console is a terminal."""
-    from rich.progress import Progress
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def begin_stage(progress: Progress, name: str, total: int | None) -> Callable[[int], None]:
@@ -115,31 +128,11 @@ def begin_stage(progress: Progress, name: str, total: int | None) -> Callable[[i
     return lambda done: progress.update(task, completed=done)
 
 
-def print_table(console: Console, header: list[str], cells: list[list[str]], *, title: str, left: int = 1) -> None:
-    """Print a table, its first `left` columns flush left."""
-    from rich import box
-    from rich.table import Table
-
-    console.print(title)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
-
-
-def frame_cells(frame: pd.DataFrame) -> Cells:
-    """Header and cells of any table, numbers to four digits."""
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row] for row in frame.to_numpy(dtype=object)]
-    return [str(column).replace("_", " ") for column in frame.columns], cells
-
-
 def finish(
     console: Console,
     tables: Iterable[Titled],
     notes: str,
-    files: Mapping[Path | None, Callable[[Path], None]],
+    files: Files,
     failures: Sequence[str] = (),
 ) -> None:
     """End a command: write its files, print its tables and notes, and exit with code 1 for what failed."""

@@ -27,7 +27,7 @@ from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import datasets, evaluate, frontier, report, runs
 from oretrofit.experiments.folders import held
 from oretrofit.experiments.pretrain import PretrainSettings, save_host
-from oretrofit.retrofit import api, sites, tabpfn_api
+from oretrofit.retrofit import api, check, tabpfn_api
 from oretrofit.retrofit import files as writing
 from oretrofit.retrofit.hosts import Host, random_host
 
@@ -42,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, measured: Calibration) -> None:
     """One estimator instead of TabPFN's eight, a measurement made once, and fewer held-out tables."""
     monkeypatch.setattr(evaluate, "Plan", functools.partial(evaluate.Plan, estimator={"n_estimators": 1}))
     monkeypatch.setattr(evaluate, "calibrate", lambda host, **_: measured)
-    monkeypatch.setattr(sites, "HELD_OUT_TABLES", 2)
+    monkeypatch.setattr(check, "HELD_OUT_TABLES", 2)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_patch(tmp_path: Path, quick: None) -> None:
     assert result.exit_code == 0, result.output
     assert "ICLTransformerBlock -> OICLTransformerBlock" in result.stdout
     assert "emb.0.ca1.ln_kv " in result.stdout  # whole, at 80 columns
-    assert "RMSE change mean" in result.stdout
+    assert "RMSE change: mean" in result.stdout
     assert f"Saved to {out}." in result.stdout
     saved = api.load(out)
     rows = json.loads(table.read_text())
@@ -166,7 +166,7 @@ def test_what_could_not_be_written_is_put_elsewhere(
     command = f"patch --variant oa --tau 1e-3 --host {files / 'tiny-v3.safetensors'} --out {out} --json {table}"
     result = oretrofit(command)
     assert result.exit_code == 1
-    assert "RMSE change mean" in result.stdout  # what was computed is shown,
+    assert "RMSE change: mean" in result.stdout  # what was computed is shown,
     assert json.loads(table.read_text())  # the other file is written,
     assert result.stderr.startswith(f"Error: {out}: No space left on device; what was to be written is in ")
     assert "Traceback" not in result.output
@@ -311,6 +311,7 @@ def test_eval_that_is_ended_goes_on(tmp_path: Path, how: signal.Signals, code: i
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None and process.stderr is not None
+    assert "calibrated on 1 synthetic tables; then each model predicts a small table" in process.stdout.readline()
     assert "seed 0: host RMSE" in process.stdout.readline()
     process.send_signal(how)
     errors = process.stderr.read()
@@ -473,8 +474,7 @@ def test_bench_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = oretrofit(command, "--json", str(tmp_path / "t.json"))
     assert result.exit_code == 0, result.output
     assert "concrete seed 0" in result.stdout
-    line = next(line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["cars"])
-    assert line == ["cars", "0.3", "0.5", "0.3"]
+    assert "| cars     |   0.3 |           0.5 |  0.3 |" in result.stdout.splitlines()
     assert [row["dataset"] for row in json.loads((tmp_path / "t.json").read_text())] == ["concrete", "cars"]
 
 

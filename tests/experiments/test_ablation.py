@@ -295,7 +295,8 @@ def test_plot(tmp_path, blocks):
 
 
 def ablate(*arguments):
-    return CliRunner().invoke(cli.app, ["ablate", *map(str, arguments)], env={"COLUMNS": "80"})
+    terminal = {"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": "dumb"}
+    return CliRunner(env=terminal).invoke(cli.app, ["ablate", *map(str, arguments)])
 
 
 def test_command(tmp_path):

@@ -444,7 +444,9 @@ def test_equal_findings_at_consecutive_blocks_are_one():
 
 
 def command(*arguments, columns=80):
-    return CliRunner(env={"COLUMNS": str(columns)}).invoke(cli.app, ["audit", *map(str, arguments)])
+    """As in a terminal that knows no colours."""
+    terminal = {"COLUMNS": str(columns), "FORCE_COLOR": "1", "TERM": "dumb"}
+    return CliRunner(env=terminal).invoke(cli.app, ["audit", *map(str, arguments)])
 
 
 def test_the_command(tiny_host, tmp_path, quick):

@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -91,8 +92,34 @@ def test_it_shows_itself_in_a_line(retrofits, tiny_host):
         "<Retrofit of a TabPFNV3: variant='oa', delta=0.2, quantile=0.01, tables=1, seed=20000, "
         f"{len(retrofits['oa'].sites)} sites>"
     )
-    named = str(patch("small", "closed", tau=1.5))
+    named = repr(patch("small", "closed", tau=1.5))
     assert named.startswith("<Retrofit of small: variant='closed', tau=1.5, ")
+
+
+def test_it_shows_every_site_whole_in_a_terminal(retrofits, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    retrofit = retrofits["full-o"]
+    head, _, tables = str(retrofit).partition("\n\n")
+    lines = tables.splitlines()
+    assert head.replace("\n", "") == repr(retrofit) and max(map(len, lines)) <= 80
+    shown = {line.split()[0]: line.split() for line in lines if line}
+    for site in retrofit.table.to_dict("records"):
+        name = site["name"].replace("feature_distribution_embedder.layers", "emb").replace("icl_blocks", "icl")
+        name = name.replace("column_aggregator", "agg").replace("cross_attn_block", "ca").replace("layernorm", "ln")
+        row = shown[name]
+        assert row[2] == f"{site['tau']:.3g}" and row[-2] == f"{site['presence_min']:.5f}"
+    assert not any(line.endswith("...") for line in lines)
+
+
+def test_it_shows_every_site_in_a_notebook(retrofits):
+    retrofit = retrofits["closed"]
+    shown = ElementTree.fromstring(retrofit._repr_html_())
+    assert shown.findtext("summary") == repr(retrofit)
+    header, *rows = [[cell.text for cell in row] for row in shown.iter("tr")]
+    assert header == list(retrofit.table)
+    assert [row[0] for row in rows] == list(retrofit.table["name"])
+    taus = [float(row[header.index("tau")]) for row in rows]
+    assert taus == pytest.approx(list(retrofit.table["tau"]), rel=5e-4)  # to four digits
 
 
 def test_a_host_given_as_an_object_must_be_given_again(saved, make_host):

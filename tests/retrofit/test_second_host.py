@@ -33,8 +33,8 @@ from oretrofit.patches.tabpfn_v3_closed import ClosedTabPFNV3
 from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
 from oretrofit.retrofit import api, tabpfn_api
 from oretrofit.retrofit.checkpoints import RetrofitArchitecture
-from oretrofit.retrofit.patcher import patch_model, unpatch
-from oretrofit.retrofit.sites import site_cells
+from oretrofit.retrofit.patcher import known_spec, patch_model, unpatch
+from oretrofit.retrofit.sites import site_tables
 
 # --- The made-up architecture, as a file in `patches` would have it ---
 
@@ -196,7 +196,7 @@ def test_patched(second, tiny_host, predict, variant):
     assert type(retrofit.model) is MadeUp
     assert np.array_equal(predict(second.specs_with(retrofit.model)), predict(tiny_host.specs))
 
-    tables = [site_cells(r) for r in (retrofit, expected)]
+    tables = [site_tables(r.table, known_spec(r.model)) for r in (retrofit, expected)]
     assert json.dumps(tables[0]).replace("MadeUp", "TabPFNV3") == json.dumps(ours_in(tables[1]))
 
 
