@@ -22,7 +22,7 @@ from .folders import append_line, held
 from .predictions import Arrays, Predictions, read_predictions, remove_unfinished, write_predictions
 
 SETTINGS, CASES = "settings.json", "cases.jsonl"
-REPORTS = ("summary.json", "table.md", "deltas.png")
+REPORTS = ("summary.json", "table.md", "deltas.png", "power.png")
 
 _NUMBER = (int, float)
 # What a record holds, and of which type.
@@ -38,6 +38,9 @@ _LATER: dict[str, Any] = {
     **dict.fromkeys(("train_mean_rmse", "target_sd", "host_crps", "variant_crps"), _NUMBER),
     **dict.fromkeys((f"{who}_coverage_{share}" for who in ("host", "variant") for share in (80, 95)), _NUMBER),
 }
+
+# (dataset, seed) -> variant -> record
+Finished = dict[tuple[str, int], dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,12 @@ class Run:
     cases: list[CaseResult]
     differences: list[str]
 
-    def finished(self) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    def finished(self) -> Finished:
         """The records that the plan can use as they are: (dataset, seed) -> variant -> the last record.
 
         A case's records all have one host's figures: on another machine it may have rounded otherwise.
         """
-        found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+        found: Finished = {}
         for case in self.cases:
             records = found.setdefault((case.dataset, case.seed), {})
             for record in case.variants:
@@ -126,13 +129,10 @@ class Run:
 
     def results(self) -> list[CaseResult]:
         """The plan's cases that are finished for all of its variants, in its order."""
-        finished, labels = self.finished(), list(self.settings["variants"])
+        finished, missing = self.finished(), self.missing()
         cases = [(dataset, seed) for dataset in self.settings["datasets"] for seed in self.settings["seeds"]]
-        return [
-            CaseResult(*case, [finished[case][label] for label in labels])
-            for case in cases
-            if all(label in finished.get(case, {}) for label in labels)
-        ]
+        labels = self.settings["variants"]
+        return [CaseResult(*case, [finished[case][label] for label in labels]) for case in cases if case not in missing]
 
     def predictions(self, dataset: str, seed: int) -> Predictions | None:
         """What host and the plan's variants predicted for a case; None where that is not kept.

@@ -19,13 +19,16 @@ from statsmodels.regression.mixed_linear_model import MixedLM
 from statsmodels.stats.multitest import multipletests
 from statsmodels.stats.weightstats import DescrStatsW
 
+from ..calibration.settings import MARGIN
+
 # A host whose RMSE is below this fraction of the target's deviation is nearly exact: a change of it that is nothing in
 # the target's unit is many percent.
 SENSITIVE = 0.02
 
-MARGIN = 0.5  # percent
 ALPHA = 0.05  # of each one-sided test of equivalence, after Holm's correction
 RESAMPLES = 10_000
+
+_MODEL = ("model_mean", "model_low", "model_high", "between_sd", "within_sd")
 
 
 @dataclass(frozen=True)
@@ -169,10 +172,12 @@ def _test(changes: pd.DataFrame, margin: float) -> dict[str, Any]:
     means = changes.groupby("dataset", sort=False)["change"].mean().to_numpy()
     missing = []
     tested = dict.fromkeys(("wilcoxon_p", "equivalence_low", "equivalence_high", "equivalence_p"), math.nan)
+    if not changes["change"].any():
+        return {**dict.fromkeys(_MODEL, math.nan), **tested, "margin": margin, "not_available": "no case changed"}
     if len(means) < 2:
         missing.append("tests need two tables")
     elif not means.any():
-        missing.append("no table changed, which leaves nothing to test")
+        missing.append("no table's mean changed, which leaves nothing to test")
     else:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # of exact p-values where changes are equal or zero
@@ -194,8 +199,7 @@ def fit_model(changes: pd.DataFrame) -> tuple[dict[str, float], str]:
         `model_mean`, `model_low`, `model_high`, `between_sd`, `within_sd` (all NaN where there is none), and the reason
         why there is none.
     """
-    names = ("model_mean", "model_low", "model_high", "between_sd", "within_sd")
-    nothing = dict.fromkeys(names, math.nan)
+    nothing = dict.fromkeys(_MODEL, math.nan)
     values, tables = changes["change"].to_numpy(), changes["dataset"].nunique()
     size = values.std()
     if tables < 2 or len(values) == tables:
@@ -215,7 +219,7 @@ def fit_model(changes: pd.DataFrame) -> tuple[dict[str, float], str]:
         return nothing, "the mixed model did not converge"
     half = float(stats.t.ppf(0.975, tables - 1)) * error
     deviations = (math.sqrt(max(0.0, between)), math.sqrt(within))
-    return dict(zip(names, [size * v for v in (mean, mean - half, mean + half, *deviations)], strict=True)), ""
+    return dict(zip(_MODEL, [size * v for v in (mean, mean - half, mean + half, *deviations)], strict=True)), ""
 
 
 def _correct(table: pd.DataFrame) -> pd.DataFrame:
