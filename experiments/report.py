@@ -254,10 +254,10 @@ def notes(summary: dict[str, Any]) -> str:
         parts.append(f"* The paper's mean over {summary['paper']['cases']} cases: {summary['paper']['note']}.")
     parts.append(
         "CI: percentile bootstrap over tables, then over the cases of each. Largest: the largest change, up or down. "
-        "NLL: mean negative log-likelihood of the test targets. CRPS: mean continuous ranked probability score. Largest "
-        "shift: of a predicted mean, in standard deviations of the training target. Time (fit and predict) and peak "
-        "memory: medians over cases. identity: the code of full-o with gates too small to matter; what it moves is the "
-        "noise floor of this precision."
+        "NLL: mean negative log-likelihood of the test targets. CRPS: their mean continuous ranked probability score. "
+        "Largest shift: of a predicted mean, in standard deviations of the training target. Time (fit and predict) and "
+        "peak memory: medians over cases. identity: the code of full-o with gates too small to matter; what it moves "
+        "is the noise floor of this precision."
     )
     if beside := max((s["cases"] - s["timed"] for s in summary["variants"].values()), default=0):
         parts.append(

@@ -11,10 +11,10 @@ from .statistics import MEASURES
 Rows = Sequence[dict[str, Any]]
 
 WHAT_A_VERDICT_SAYS = (
-    "Equivalent: two one-sided t tests over table means (TOST) at 5 %, by Holm's method for the number of variants, put "
-    "the mean change inside the margin (--margin). That is said of the mean, of tables like these and of this host: "
-    "not of every case (see the largest change), not of other hosts or other data, and not that nothing changed. Not "
-    "shown is not different: few tables show little."
+    "Equivalent: two one-sided t tests over table means (TOST) at 5 %, by Holm's method for the number of variants, "
+    "put the mean change inside the margin (--margin). That is said of the mean, of tables like these and of this "
+    "host: not of every case (see the largest change), not of other hosts or other data, and not that nothing changed. "
+    "Not shown is not different: few tables show little."
 )
 WHAT_THE_OTHERS_SAY = (
     "95 % CI, of the mean: percentile bootstrap over tables, then over the cases of each; with few tables it is too "
