@@ -90,6 +90,7 @@ def evaluate(
     delta: options.Delta = settings.DELTA,
     quantile: options.Quantile = settings.QUANTILE,
     tables: options.Tables = settings.TABLES,
+    margin: options.Margin = settings.MARGIN,
     workers: options.Workers = 1,
     dask: options.DaskCases = None,
     out: options.RunFolder = None,
@@ -100,7 +101,7 @@ def evaluate(
 
     chosen = EvalOptions(
         *(variant, suite, seeds, device, host, retrofit, max_rows, precision),
-        *(delta, quantile, tables, workers, dask, out, json_file),
+        *(delta, quantile, tables, margin, workers, dask, out, json_file),
     )
     terminal.exit_with(run_session(chosen, terminal.open_console()))
 

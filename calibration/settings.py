@@ -20,6 +20,7 @@ PAPER_VARIANTS = ("oa", "full-o")
 IDENTITY = "identity"  # the control: the code of full-o with gates too small to matter
 SEEDS = 3
 MAX_ROWS = 1000
+MARGIN = 0.5  # percent, up or down, that counts as equivalent
 PRECISIONS = ("auto", "float32", "float64", "autocast")
 PRECISION = "float32"
 DEVICES = ("auto", "cpu", "cuda")

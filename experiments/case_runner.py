@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from tabpfn.base import ModelSpecs
 
 from ..calibration.cases import Case
@@ -20,8 +19,13 @@ from ..retrofit.check import compare, synthetic_cases
 from ..retrofit.hosts import Host
 from ..retrofit.options import without_advice
 from .datasets import Dataset, load_dataset, make_case
+from .distribution import coverage, score
 from .memory import peak_mb, reset_peak
+from .predictions import LEVELS, Answer, make_arrays
 from .runs import CaseResult, host_figures
+
+# What a record holds of host and variant, beside the RMSE.
+_FIGURES = ("nll", "crps", "coverage_80", "coverage_95", "seconds", "peak_mb")
 
 
 class CaseJob(NamedTuple):
@@ -79,7 +83,7 @@ class CaseRunner:
             if dataset is None or dataset.name != job.dataset:
                 dataset = self._dataset = load_dataset(job.dataset)
             case = make_case(dataset, job.seed, self.max_rows, self.max_rows // 2)
-            return CaseResult(job.dataset, job.seed, self._records(case, job.earlier))
+            return self._result(case, job.earlier)
         except Exception as error:  # whatever TabPFN or torch raise; the other cases are still worth having
             text = str(error).strip().splitlines() or [""]
             reason = without_advice(f"{type(error).__name__}: {text[0]}")
@@ -94,15 +98,17 @@ class CaseRunner:
             if on_model is not None:
                 on_model()
 
-    def _records(self, case: Case, earlier: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    def _result(self, case: Case, earlier: Mapping[str, dict[str, Any]]) -> CaseResult:
         host = self._answer(self.host.specs, case)
         if any(host_figures(record) != (host.rmse, host.nll) for record in earlier.values()):
             earlier = {}  # of a machine that rounds otherwise: all records of a case are from one
-        return [
-            self._record(label, case, host, self._answer(retrofit.specs, case))
-            for label, retrofit in self.retrofits.items()
-            if label not in earlier
-        ]
+        result = CaseResult(case.dataset, case.seed, [], {})
+        for label, retrofit in self.retrofits.items():
+            if label not in earlier:
+                variant = self._answer(retrofit.specs, case)
+                result.variants.append(self._record(label, case, host, variant))
+                result.predictions[label] = make_arrays(case.y_test, host.kept, variant.kept)
+        return result
 
     def _record(self, label: str, case: Case, host: _Answer, variant: _Answer) -> dict[str, Any]:
         record = {
@@ -113,16 +119,13 @@ class CaseRunner:
             "n_test": len(case.y_test),
             "n_columns": case.X_train.shape[1],
             **asdict(compare(case, host.mean, variant.mean)),
-            "host_nll": host.nll,
-            "variant_nll": variant.nll,
-            "host_seconds": host.seconds,
-            "variant_seconds": variant.seconds,
-            "host_peak_mb": host.peak_mb,
-            "variant_peak_mb": variant.peak_mb,
+            **{f"host_{name}": getattr(host, name) for name in _FIGURES},
+            **{f"variant_{name}": getattr(variant, name) for name in _FIGURES},
             "precision": self.precision,
             "device": self.device,
             "workers": self.workers,
             "train_mean_rmse": train_mean_rmse(case),
+            "target_sd": float(case.y_test.std()),
         }
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -145,21 +148,31 @@ class CaseRunner:
         peak = peak_mb(self.device) if measuring else None
 
         mean = np.asarray(output["mean"], dtype=np.float64)
-        y_test = torch.as_tensor(case.y_test, dtype=torch.float64)
-        nll = output["criterion"].cpu()(output["logits"].cpu().double(), y_test).mean().item()
+        scores = score(output["criterion"], output["logits"], case.y_test, LEVELS)
         error = rmse(mean, case.y_test)
-        if not np.isfinite([error, nll]).all():
-            raise ValueError(f"predictions are not finite (RMSE {error}, negative log-likelihood {nll})")
-        return _Answer(mean, error, nll, seconds, peak)
+        if not np.isfinite([error, scores.nll, scores.crps]).all():
+            raise ValueError(
+                f"predictions are not finite (RMSE {error}, negative log-likelihood {scores.nll}, CRPS {scores.crps})"
+            )
+        covered = (coverage(case.y_test, scores.quantiles_NL, LEVELS, share) for share in (0.80, 0.95))
+        return _Answer(mean, scores.quantiles_NL, error, scores.nll, scores.crps, *covered, seconds, peak)
 
 
 @dataclass(frozen=True)
 class _Answer:
     mean: np.ndarray
+    quantiles: np.ndarray
     rmse: float
     nll: float
+    crps: float
+    coverage_80: float
+    coverage_95: float
     seconds: float
     peak_mb: float | None
+
+    @property
+    def kept(self) -> Answer:
+        return Answer(self.mean, self.quantiles)
 
 
 def _may_pass(error: BaseException | None) -> bool:

@@ -11,11 +11,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..calibration.settings import MARGIN
 from ..retrofit.check import largest
 from ..retrofit.files import replacing, write_json, write_text
 from ..retrofit.printing import Cells, markdown_table
 from .datasets import BUNDLED_TARGETS
+from .power import design_power, plot_power, without_control
+from .statistics import SENSITIVE, bootstrap_interval, compare_variants, is_sensitive
 from .style import OTHER_STYLE, STYLES, short_datasets
+from .verdicts import (
+    WHAT_A_VERDICT_SAYS,
+    WHAT_THE_OTHERS_SAY,
+    by_measure,
+    number,
+    power_words,
+    statistics_cells,
+    verdict_cell,
+    verdicts,
+)
 
 # What the paper reports: mean RMSE change over 18 matched cases of its own.
 PAPER: dict[str, Any] = {
@@ -37,7 +50,7 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     Returns:
         For each variant: `cases`; `mean_`, `median_`, `largest_` (the largest change, of either sign) and
         `worst_rmse_delta_pct` (the largest increase); `ci95_pct`, `[low, high]` of the mean by a
-        percentile bootstrap over cases, which are not independent where they share a dataset;
+        percentile bootstrap over tables, then over the cases of each;
         `mean_rmse_delta_pct_without_broken`, over the cases whose host is not broken (None without any);
         `wins` and `losses` (RMSE below and above the host's); `mean_nll_delta`; `max_abs_diff_sd`;
         `timed`, how many cases ran by themselves, so that their times mean something; `time_ratio`, over these, and
@@ -55,7 +68,7 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "median_rmse_delta_pct": float(np.median(delta)),
             "largest_rmse_delta_pct": float(largest(delta)),
             "worst_rmse_delta_pct": float(delta.max()),
-            "ci95_pct": bootstrap_ci(delta),
+            "ci95_pct": list(bootstrap_interval(delta, group["dataset"].to_numpy())),
             "mean_rmse_delta_pct_without_broken": float(sound.mean()) if len(sound) else None,
             "wins": int((group["variant_rmse"] < group["host_rmse"]).sum()),
             "losses": int((group["variant_rmse"] > group["host_rmse"]).sum()),
@@ -82,28 +95,49 @@ def ran_alone(rows: pd.DataFrame) -> np.ndarray:
     return (rows["workers"].fillna(1) == 1).to_numpy()
 
 
-def make_summary(settings: dict[str, Any], rows: pd.DataFrame, failed: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+def make_summary(
+    settings: dict[str, Any], rows: pd.DataFrame, failed: Sequence[dict[str, Any]] = (), margin: float = MARGIN
+) -> dict[str, Any]:
     """What `summary.json` holds.
 
     Returns:
-        `settings`, `variants` (see `summarize`), `failed`, `broken_host` (cases, with the host's RMSE and that of
-        predicting the train mean), and `paper`: what the paper reports, where our own figures are made (the
-        bundled host on the bundled tables); None elsewhere.
+        `settings`, `variants` (see `summarize`), `failed`; `margin`, in percent; `statistics`, the rows of
+        `statistics.compare_variants`; `power`, those of `power.design_power` for the RMSE, without the control;
+        `broken_host` and `sensitive` (cases, with the host's RMSE and that of predicting the train mean, or the
+        target's standard deviation); and `paper`: what the paper reports, where our own figures are made (the bundled
+        host on the bundled tables); None elsewhere.
     """
     is_ours = settings["host"]["name"] == "small" and set(settings["datasets"]) == set(BUNDLED_TARGETS)
-    broken = rows[is_broken(rows)].drop_duplicates(["dataset", "seed"]) if len(rows) else rows
-    named = ["dataset", "seed", "host_rmse", "train_mean_rmse"]
+    statistics = compare_variants(rows, margin)
     return {
         "settings": settings,
         "paper": PAPER if is_ours else None,
         "variants": summarize(rows),
-        "broken_host": broken[named].to_dict("records") if len(broken) else [],
+        "margin": margin,
+        "statistics": _records(statistics),
+        "power": _records(without_control(design_power(statistics))),
+        "broken_host": _named(rows, is_broken, "train_mean_rmse"),
+        "sensitive": _named(rows, is_sensitive, "target_sd"),
         "failed": list(failed),
     }
 
 
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Its rows, as JSON has them."""
+    rows = frame.to_dict("records")
+    return [{k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()} for row in rows]  # type: ignore[misc]
+
+
+def _named(rows: pd.DataFrame, chosen: Callable[[pd.DataFrame], np.ndarray], beside: str) -> list[dict[str, Any]]:
+    """The cases among the rows that are chosen, with the host's RMSE and another of its figures."""
+    if not len(rows):
+        return []
+    found = rows[chosen(rows)].drop_duplicates(["dataset", "seed"])
+    return found[["dataset", "seed", "host_rmse", beside]].to_dict("records") if len(found) else []
+
+
 def report_files(summary: dict[str, Any], rows: pd.DataFrame) -> dict[str, Callable[[Path], None]]:
-    """What writes each file of a report: `summary.json`, `table.md` and, if any case finished, `deltas.png`."""
+    """What writes each file of a report: `summary.json`, `table.md`, and the figures for which there are cases."""
     names = short_datasets(summary["settings"]["datasets"])
     files: dict[str, Callable[[Path], None]] = {
         "summary.json": partial(write_json, summary),
@@ -111,6 +145,8 @@ def report_files(summary: dict[str, Any], rows: pd.DataFrame) -> dict[str, Calla
     }
     if len(rows):
         files["deltas.png"] = partial(plot_deltas, rows, names)
+    if summary["power"]:
+        files["power.png"] = partial(plot_power, pd.DataFrame(summary["statistics"]))
     return files
 
 
@@ -118,6 +154,7 @@ def summary_cells(summary: dict[str, Any]) -> Cells:
     """Header and cells of the summary table: a column a variant, so that it fits a terminal."""
     variants = summary["variants"]
     paper = summary["paper"]["mean_rmse_delta_pct"] if summary["paper"] else {}
+    found = by_measure(summary["statistics"])
     lines: dict[str, Callable[[str, dict[str, Any]], str]] = {
         "cases": lambda _, s: str(s["cases"]),
         "mean change, %": lambda _, s: percent(s["mean_rmse_delta_pct"]),
@@ -126,19 +163,28 @@ def summary_cells(summary: dict[str, Any]) -> Cells:
         "  largest": lambda _, s: percent(s["largest_rmse_delta_pct"]),
     }
     if summary["broken_host"]:
-        lines["  mean without †"] = lambda _, s: (
-            "–" if s["mean_rmse_delta_pct_without_broken"] is None else percent(s["mean_rmse_delta_pct_without_broken"])
-        )
+        lines["  mean without †"] = lambda _, s: _percent_or_dash(s["mean_rmse_delta_pct_without_broken"])
+    if summary["sensitive"]:
+        lines["  mean without ‡"] = lambda name, _: _percent_or_dash(found[name, "rmse"]["mean_without_sensitive"])
     if paper.keys() & variants.keys():
         lines["  paper's mean*"] = lambda name, _: f"{paper[name]:+.3f}" if name in paper else ""
     lines |= {
+        f"equivalent, ±{summary['margin']:g} %": lambda name, _: verdict_cell(found.get((name, "rmse"))),
         "wins : losses": lambda _, s: f"{s['wins']} : {s['losses']}",
         "NLL change": lambda _, s: f"{s['mean_nll_delta']:+.2g}",
+    }
+    if any(measure == "crps" for _, measure in found):
+        lines["CRPS change, %"] = lambda name, _: number(found[name, "crps"]["mean"])
+    lines |= {
         "largest shift": lambda _, s: f"{s['max_abs_diff_sd']:.2g}",
         "time / host's": lambda _, s: _ratio(s["time_ratio"]),
         "memory / host's": lambda _, s: _ratio(s["peak_memory_ratio"]),
     }
     return ["", *variants], [[label, *(cell(*item) for item in variants.items())] for label, cell in lines.items()]
+
+
+def _percent_or_dash(value: float | None) -> str:
+    return "–" if value is None else percent(value)
 
 
 def _ratio(value: float | None) -> str:
@@ -153,16 +199,17 @@ def percent(value: float) -> str:
 def case_cells(rows: pd.DataFrame, names: Mapping[str, str]) -> Cells:
     """Header and cells of the per-case table, a row a case, the variants' RMSE changes in columns.
 
-    `names` are the datasets' short names; a broken host's RMSE is marked.
+    `names` are the datasets' short names; the RMSE of a broken host and of a nearly exact one are marked.
     """
     deltas = rows.pivot_table(index=["dataset", "seed"], columns="variant", values="rmse_delta_pct", sort=False)
-    cases = rows.assign(broken=is_broken(rows)).drop_duplicates(["dataset", "seed"]).set_index(["dataset", "seed"])
+    marked = rows.assign(broken=is_broken(rows), sensitive=is_sensitive(rows))
+    cases = marked.drop_duplicates(["dataset", "seed"]).set_index(["dataset", "seed"])
     variants = list(rows["variant"].unique())
     cells = []
     for (dataset, seed), case in cases.iterrows():  # type: ignore[misc]
         changes = (percent(deltas.loc[(dataset, seed), variant]) for variant in variants)
         shape = f"{case['n_train']} + {case['n_test']} x {case['n_columns']}"
-        host = f"{case['host_rmse']:.5g}" + (" †" if case["broken"] else "")
+        host = f"{case['host_rmse']:.5g}" + " †" * case["broken"] + " ‡" * case["sensitive"]
         cells.append([names[dataset], str(seed), shape, host, *changes])
     return ["dataset", "seed", "rows x columns", "host RMSE", *variants], cells
 
@@ -184,24 +231,33 @@ def case_line(variants: Sequence[dict[str, Any]], names: Mapping[str, str]) -> s
 def notes(summary: dict[str, Any]) -> str:
     """What a reader of the summary table has to know."""
     parts = []
-    if summary["broken_host"]:
-        names = short_datasets(summary["settings"]["datasets"])
-        cases = "; ".join(
-            f"{names[case['dataset']]} seed {case['seed']} ({case['host_rmse']:.3g}, the mean "
-            f"{case['train_mean_rmse']:.3g})"
-            for case in summary["broken_host"]
+    names = short_datasets(summary["settings"]["datasets"])
+
+    def cases(which: str, beside: str, word: str) -> str:
+        return "; ".join(
+            f"{names[case['dataset']]} seed {case['seed']} ({case['host_rmse']:.3g}, {word} {case[beside]:.3g})"
+            for case in summary[which]
         )
+
+    if summary["broken_host"]:
         parts.append(
             f"† The host itself is broken there: its RMSE is more than {BROKEN:g} times that of predicting the mean of "
-            f"the train rows, so that a change says nothing about the patch: {cases}."
+            f"the train rows, so that a change says nothing about the patch: "
+            f"{cases('broken_host', 'train_mean_rmse', 'the mean')}."
+        )
+    if summary["sensitive"]:
+        parts.append(
+            f"‡ The host is nearly exact there: its RMSE is below {100 * SENSITIVE:g} % of the target's standard "
+            f"deviation, so that many percent of it may be little: {cases('sensitive', 'target_sd', 'deviation')}."
         )
     if summary["paper"] and summary["paper"]["mean_rmse_delta_pct"].keys() & summary["variants"].keys():
         parts.append(f"* The paper's mean over {summary['paper']['cases']} cases: {summary['paper']['note']}.")
     parts.append(
-        "CI: percentile bootstrap over cases. Largest: the largest change, up or down. NLL: mean negative "
-        "log-likelihood of the test targets. Largest shift: of a predicted mean, in standard deviations of the "
-        "training target. Time (fit and predict) and peak memory: medians over cases. identity: the code of full-o "
-        "with gates too small to matter; what it moves is the noise floor of this precision."
+        "CI: percentile bootstrap over tables, then over the cases of each. Largest: the largest change, up or down. "
+        "NLL: mean negative log-likelihood of the test targets. CRPS: their mean continuous ranked probability score. "
+        "Largest shift: of a predicted mean, in standard deviations of the training target. Time (fit and predict) and "
+        "peak memory: medians over cases. identity: the code of full-o with gates too small to matter; what it moves "
+        "is the noise floor of this precision."
     )
     if beside := max((s["cases"] - s["timed"] for s in summary["variants"].values()), default=0):
         parts.append(
@@ -237,7 +293,7 @@ def plot_deltas(rows: pd.DataFrame, names: Mapping[str, str], file: Path) -> Non
         deltas = cases["rmse_delta_pct"].to_numpy()
         style: dict[str, Any] = {"marker": marker, "color": color, "linestyle": "none", "markeredgewidth": 0}
         axes.plot(x, deltas, markersize=5, alpha=0.8, label=variant, **style)
-        mean, (low, high) = deltas.mean(), bootstrap_ci(deltas)
+        mean, (low, high) = deltas.mean(), bootstrap_interval(deltas, cases["dataset"].to_numpy())
         axes.vlines(len(datasets) + lane, low, high, color=color, linewidth=1.5)
         axes.plot(len(datasets) + lane, mean, markersize=7, **style)
 
@@ -294,6 +350,11 @@ def _write_markdown(summary: dict[str, Any], rows: pd.DataFrame, file: Path) -> 
         markdown_table(*summary_cells(summary)),
         notes(summary).replace("*", "\\*"),
     ]
+    if statistics := summary["statistics"]:
+        parts += ["## What the tests say", "\n".join(f"- {sentence}" for sentence in verdicts(statistics))]
+        parts += [WHAT_A_VERDICT_SAYS, markdown_table(*statistics_cells(statistics), left=2), WHAT_THE_OTHERS_SAY]
+    if summary["power"]:
+        parts += [power_words(summary["power"]), "![Power against the true mean change](power.png)"]
     if summary["failed"]:
         parts += ["## Failed cases"]
         parts += ["\n".join(f"- {names[f['dataset']]}, seed {f['seed']}: {f['reason']}" for f in summary["failed"])]

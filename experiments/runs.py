@@ -2,7 +2,8 @@
 
 `settings.json` describes the plan that ran last, and `retrofit-*.json` hold the taus that were calibrated. A line of
 `cases.jsonl` is a case: `{"dataset", "seed", "variants": [a record a variant]}`. A record's `key` is a hash of
-everything that decides it, so that other plans in the same folder use it again, or leave it alone.
+everything that decides it, so that other plans in the same folder use it again, or leave it alone. `predictions/` holds
+what was predicted; see `predictions`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..retrofit.files import write_text
 from .folders import append_line, held
+from .predictions import Arrays, Predictions, read_predictions, remove_unfinished, write_predictions
 
 SETTINGS, CASES = "settings.json", "cases.jsonl"
-REPORTS = ("summary.json", "table.md", "deltas.png")
+REPORTS = ("summary.json", "table.md", "deltas.png", "power.png")
 
 _NUMBER = (int, float)
-# What a record holds, and of which type; `key` and `train_mean_rmse` are missing in those of earlier versions.
+# What a record holds, and of which type.
 _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("dataset", "variant", "precision", "device"), str),
     **dict.fromkeys(("seed", "n_train", "n_test", "n_columns"), int),
@@ -31,15 +33,36 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("host_nll", "variant_nll", "host_seconds", "variant_seconds"), _NUMBER),
     **dict.fromkeys(("host_peak_mb", "variant_peak_mb"), (*_NUMBER, type(None))),
 }
+# What those of earlier versions lack, beside `key` and `workers`.
+_LATER: dict[str, Any] = {
+    **dict.fromkeys(("train_mean_rmse", "target_sd", "host_crps", "variant_crps"), _NUMBER),
+    **dict.fromkeys((f"{who}_coverage_{share}" for who in ("host", "variant") for share in (80, 95)), _NUMBER),
+}
+
+# (dataset, seed) -> variant -> record
+Finished = dict[tuple[str, int], dict[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """A finished case: `variants` holds a flat record for each variant, as `evaluate.case_rows` lists them."""
+    """A finished case.
+
+    Attributes:
+        dataset: Its dataset.
+        seed: Its seed.
+        variants: A flat record for each variant, as `evaluate.case_rows` lists them.
+        predictions: By variant what was predicted, on the way from where the case ran to where it is written.
+    """
 
     dataset: str
     seed: int
     variants: list[dict[str, Any]]
+    predictions: Mapping[str, Arrays] = field(default_factory=dict, repr=False, compare=False)
+
+    def line(self) -> str:
+        """As in `cases.jsonl`."""
+        content = {"dataset": self.dataset, "seed": self.seed, "variants": self.variants}
+        return json.dumps(content, allow_nan=False)
 
 
 @dataclass
@@ -58,12 +81,12 @@ class Run:
     cases: list[CaseResult]
     differences: list[str]
 
-    def finished(self) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
+    def finished(self) -> Finished:
         """The records that the plan can use as they are: (dataset, seed) -> variant -> the last record.
 
         A case's records all have one host's figures: on another machine it may have rounded otherwise.
         """
-        found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+        found: Finished = {}
         for case in self.cases:
             records = found.setdefault((case.dataset, case.seed), {})
             for record in case.variants:
@@ -87,7 +110,7 @@ class Run:
         return {case: labels for case, labels in found.items() if labels}
 
     def append(self, case: CaseResult) -> CaseResult:
-        """Write a case's new records to disk, whole or not at all; return it with their keys.
+        """Write a case's predictions and new records to disk, whole or not at all; return these with their keys.
 
         Raises `OSError`, with the file's name, if that fails.
         """
@@ -95,10 +118,28 @@ class Run:
             record | {"key": record_key(self.settings, case.dataset, case.seed, record["variant"])}
             for record in case.variants
         ]
-        case = CaseResult(case.dataset, case.seed, records)
-        append_line(self.folder / CASES, json.dumps(asdict(case), allow_nan=False))
-        self.cases.append(case)
-        return case
+        written = CaseResult(case.dataset, case.seed, records)
+        line = written.line()
+        for record in records:
+            if record["variant"] in case.predictions:
+                write_predictions(self.folder, record, case.predictions[record["variant"]])
+        append_line(self.folder / CASES, line)
+        self.cases.append(written)
+        return written
+
+    def results(self) -> list[CaseResult]:
+        """The plan's cases that are finished for all of its variants, in its order."""
+        finished, missing = self.finished(), self.missing()
+        cases = [(dataset, seed) for dataset in self.settings["datasets"] for seed in self.settings["seeds"]]
+        labels = self.settings["variants"]
+        return [CaseResult(*case, [finished[case][label] for label in labels]) for case in cases if case not in missing]
+
+    def predictions(self, dataset: str, seed: int) -> Predictions | None:
+        """What host and the plan's variants predicted for a case; None where that is not kept.
+
+        Raises `ValueError`, with its name, for a file that cannot be read.
+        """
+        return read_predictions(self.folder, self.finished().get((dataset, seed), {}).values())
 
     def retrofit_file(self, label: str) -> Path:
         """Where the calibrated retrofit of a variant is, or belongs."""
@@ -124,13 +165,29 @@ def open_run(folder: Path, settings: dict[str, Any]) -> Iterator[Run]:
         differences = []
         if stored is not None:
             differences = _differences(_shared(stored, settings), _shared(settings, stored))
+        remove_unfinished(folder)
         if any("key" not in record for case in cases for record in case.variants):
             cases, mended = _with_keys(folder, cases, stored), True
+            _rename_retrofits(folder, stored)
         if mended:
-            write_text(folder / CASES, "".join(json.dumps(asdict(case)) + "\n" for case in cases))
+            write_text(folder / CASES, "".join(case.line() + "\n" for case in cases))
         if stored != settings:
             write_text(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
         yield Run(folder, settings, cases, differences)
+
+
+def read_run(folder: Path) -> Run:
+    """The run in a folder, of the plan that ran last, to be read only: nothing is written, and nobody kept out.
+
+    Raises:
+        ValueError: The folder holds no run, or one that cannot be read.
+        OSError: A file cannot be read.
+    """
+    stored = _read_settings(folder)
+    if stored is None:
+        raise ValueError(f"{folder} holds no run: it has no {SETTINGS}")
+    cases, _ = _read_cases(folder / CASES)
+    return Run(folder, stored, _with_keys(folder, cases, stored), [])
 
 
 def host_figures(record: dict[str, Any]) -> tuple[float, float]:
@@ -211,7 +268,8 @@ def _parse_case(line: bytes) -> CaseResult:
     if not isinstance(content, dict) or not isinstance(content.get("variants"), list) or not content["variants"]:
         raise ValueError("no case with variants")
     for record in content["variants"]:
-        for name, kind in _FIELDS.items():
+        fields = _FIELDS if not isinstance(record, dict) else _FIELDS | {n: _LATER[n] for n in _LATER if n in record}
+        for name, kind in fields.items():
             value = record.get(name, _FIELDS) if isinstance(record, dict) else _FIELDS
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"a variant without a proper {name!r}")
@@ -238,9 +296,6 @@ def _with_keys(folder: Path, cases: list[CaseResult], stored: dict[str, Any] | N
     """Take up the folder of an earlier version, whose one plan decided all of its cases."""
     if stored is None:
         raise ValueError(f"{folder} holds cases but no {SETTINGS} that says how they were run; choose another --out")
-    for label in stored["variants"]:
-        if (old := folder / f"retrofit-{label}.json").exists():
-            old.replace(_retrofit_file(folder, stored, label))
 
     def keyed(record: dict[str, Any]) -> dict[str, Any]:
         dataset, seed, label = (record[name] for name in ("dataset", "seed", "variant"))
@@ -248,6 +303,13 @@ def _with_keys(folder: Path, cases: list[CaseResult], stored: dict[str, Any] | N
         return {"key": record_key(stored, dataset, seed, label) if known else None} | record
 
     return [CaseResult(case.dataset, case.seed, [keyed(record) for record in case.variants]) for case in cases]
+
+
+def _rename_retrofits(folder: Path, stored: dict[str, Any]) -> None:
+    """Give those of an earlier version their names of today."""
+    for label in stored["variants"]:
+        if (old := folder / f"retrofit-{label}.json").exists():
+            old.replace(_retrofit_file(folder, stored, label))
 
 
 def _shared(settings: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from ..retrofit.options import (
     check_choice,
     check_folder,
     check_host,
+    check_margin,
     check_outputs,
     check_retrofit,
     host_file,
@@ -50,6 +51,7 @@ class EvalOptions:
     delta: float
     quantile: float
     tables: int
+    margin: float
     workers: int
     dask: str | None
     out: Path | None
@@ -74,6 +76,7 @@ class EvalOptions:
         settings.check_count("--max-rows", self.max_rows, least=2)
         check_choice("--precision", self.precision, settings.PRECISIONS)
         check_calibration(self.delta, self.quantile, self.tables)
+        check_margin(self.margin)
         check_folder("--out", self.out)
         from .datasets import files_of, read_suite
 
@@ -90,6 +93,7 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         from . import evaluate, report
         from .runs import CASES, REPORTS, SETTINGS, open_run
         from .style import short_datasets
+        from .verdicts import WHAT_A_VERDICT_SAYS, power_words, verdicts
 
         plan = _plan(options)
     if options.dask is None:
@@ -103,13 +107,15 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         _say_what_is_there(console, opened, len(plan.datasets) * plan.seeds)
         cases, failures = _run_missing(plan, opened, options.workers, client, names, console)
         rows = evaluate.case_rows(cases)
-        summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures])
+        summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures], options.margin)
         errors = _write_report(folder, summary, rows, options.json_file)
     if cases:
         changes = report.case_cells(rows, names)
         print_table(console, *changes, title="RMSE change of each case against the host, %")
         print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
         console.print(report.notes(summary))
+        for words in [*verdicts(summary["statistics"]), WHAT_A_VERDICT_SAYS, power_words(summary["power"])]:
+            console.print(words)
     files = [name for name in (*REPORTS, CASES, SETTINGS) if (folder / name).exists()]
     console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
     if failures:

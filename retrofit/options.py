@@ -88,6 +88,12 @@ Suite = Annotated[
 ]
 Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
 MaxRows = Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")]
+Margin = Annotated[
+    float,
+    typer.Option(
+        help="Mean changes of up to so many percent, up or down, are equivalent. Another margin runs nothing again."
+    ),
+]
 Workers = Annotated[
     int, typer.Option(help="Cases side by side, in so many processes. More than 1: times mean nothing. Not on a GPU.")
 ]
@@ -238,6 +244,12 @@ def check_between(option: str, value: float, low: float, high: float) -> None:
     """Raise `ValueError` unless the value lies there, ends included."""
     if not low <= value <= high:
         raise ValueError(f"{option} must lie between {low} and {high}, not {value}")
+
+
+def check_margin(margin: float) -> None:
+    """Raise `ValueError` for a `--margin` that is no share of an error."""
+    if not 0 < margin < 100:
+        raise ValueError(f"--margin is in percent and must lie between 0 and 100, not {margin}")
 
 
 def check_tau(tau: float | None) -> None:

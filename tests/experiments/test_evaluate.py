@@ -19,6 +19,7 @@ from oretrofit.experiments import evaluate as module
 from oretrofit.experiments.case_runner import CaseRunner, Failure
 from oretrofit.experiments.datasets import DatasetError, check_datasets, load_dataset, make_case
 from oretrofit.experiments.evaluate import Plan, case_rows, evaluate
+from oretrofit.experiments.predictions import LEVELS
 from oretrofit.experiments.runs import CaseResult, open_run
 from oretrofit.retrofit import tabpfn_api
 from oretrofit.retrofit.api import RetrofitError, calibrate, patch
@@ -75,7 +76,11 @@ class FakeAnswers:
     def __call__(self, specs, case) -> case_runner._Answer:
         self.cases.append(case)
         mean = np.full(len(case.y_test), self.means[(len(self.cases) - 1) % len(self.means)])
-        return case_runner._Answer(mean, 1.0, nll=float(mean[0]) / 10, seconds=1.0, peak_mb=None)
+        figures = {"nll": mean[0] / 10, "crps": mean[0] / 20, "coverage_80": mean[0] / 4, "coverage_95": mean[0] / 3}
+        quantiles = np.full((len(mean), len(LEVELS)), mean[0])
+        return case_runner._Answer(
+            mean, quantiles, 1.0, **{name: float(value) for name, value in figures.items()}, seconds=1.0, peak_mb=None
+        )
 
 
 @pytest.fixture
@@ -184,6 +189,10 @@ def test_record_by_hand(tiny_host: Host, tmp_path: Path, no_model: FakeAnswers) 
     assert record["rmse_delta_pct"] == pytest.approx(100 * (errors[1] / errors[0] - 1), rel=1e-12)
     assert record["max_abs_diff_sd"] == pytest.approx(0.5 / made.y_train.std())
     assert (record["host_nll"], record["variant_nll"]) == (0.2, 0.25)
+    assert (record["host_crps"], record["variant_crps"]) == (0.1, 0.125)
+    assert (record["host_coverage_80"], record["variant_coverage_80"]) == (0.5, 0.625)
+    assert (record["host_coverage_95"], record["variant_coverage_95"]) == (2 / 3, 2.5 / 3)
+    assert record["target_sd"] == pytest.approx(((made.y_test - made.y_test.mean()) ** 2).mean() ** 0.5, rel=1e-14)
     assert record["host_peak_mb"] is None
     assert (record["precision"], record["device"], record["workers"]) == ("float32", "cpu", 1)
 

@@ -1,0 +1,114 @@
+"""What host and variants predicted, kept in a run's folder: a compressed file for each record of `cases.jsonl`.
+
+It is `predictions/DATASET-SEED-VARIANT-KEY.npz`, KEY the record's own, and holds float32 arrays: `y` (rows,), the test
+targets; `host_mean` and `variant_mean` (rows,); `host_quantiles` and `variant_quantiles` (rows, levels) at `levels`
+(levels,). It is written whole before its record is. No figure depends on it, and it may be removed: what a
+repository keeps of a run leaves it out.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..retrofit.files import replacing
+
+FOLDER = "predictions"
+
+# The central intervals of 80, 90, 95 and 98 % have their ends among them.
+LEVELS: tuple[float, ...] = (0.01, 0.025, *(round(0.05 * i, 2) for i in range(1, 20)), 0.975, 0.99)
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a model predicted for the test rows of a case, in the target's unit, float32.
+
+    Attributes:
+        mean: (rows,).
+        quantiles: (rows, levels).
+    """
+
+    mean: np.ndarray
+    quantiles: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Predictions:
+    """A case's predictions, by host and variants.
+
+    Attributes:
+        y: (rows,), the test targets, float32.
+        levels: (levels,), of the quantiles.
+        answers: `host` first, then the variants whose predictions are there.
+    """
+
+    y: np.ndarray
+    levels: np.ndarray
+    answers: dict[str, Answer]
+
+
+def make_arrays(y: np.ndarray, host: Answer, variant: Answer) -> dict[str, np.ndarray]:
+    """What a file holds."""
+    arrays = {"y": y, "levels": np.array(LEVELS)}
+    for name, answer in (("host", host), ("variant", variant)):
+        arrays |= {f"{name}_mean": answer.mean, f"{name}_quantiles": answer.quantiles}
+    return {name: np.asarray(array, dtype=np.float32) for name, array in arrays.items()}
+
+
+def write_predictions(folder: Path, record: Mapping[str, Any], arrays: Arrays) -> None:
+    """Write the predictions of a record into a run's folder, whole or not at all. Raises `OSError`."""
+    file = _file_of(folder, record)
+    file.parent.mkdir(exist_ok=True)
+    with replacing(file) as part:
+        np.savez_compressed(part, **arrays)  # type: ignore[arg-type]
+
+
+def read_predictions(folder: Path, records: Iterable[Mapping[str, Any]]) -> Predictions | None:
+    """The predictions of a case's records; None where none are kept (as in runs of earlier versions).
+
+    Raises `ValueError`, with its name, for a file that cannot be read.
+    """
+    predictions: Predictions | None = None
+    for record in records:
+        file = _file_of(folder, record)
+        try:
+            with np.load(file) as content:
+                arrays = {name: content[name] for name in content.files}
+            host, variant = _answer(arrays, "host"), _answer(arrays, "variant")
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{file} holds no predictions ({error}); remove it, and that case goes without") from error
+        if predictions is None:
+            predictions = Predictions(arrays["y"], arrays["levels"], {"host": host})
+        predictions.answers[record["variant"]] = variant
+    return predictions
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a killed run had begun to write."""
+    for part in (folder / FOLDER).glob(".*.part.npz"):
+        part.unlink(missing_ok=True)
+
+
+def _answer(arrays: Arrays, whose: str) -> Answer:
+    answer = Answer(arrays[f"{whose}_mean"], arrays[f"{whose}_quantiles"])
+    if (
+        answer.quantiles.shape != (*arrays["y"].shape, *arrays["levels"].shape)
+        or answer.mean.shape != arrays["y"].shape
+    ):
+        raise ValueError("the shapes do not fit together")
+    return answer
+
+
+def _file_of(folder: Path, record: Mapping[str, Any]) -> Path:
+    dataset = re.sub(r"[^A-Za-z0-9_.]+", "_", record["dataset"])[-40:]
+    return folder / FOLDER / f"{dataset}-{record['seed']}-{record['variant']}-{record['key']}.npz"
