@@ -46,18 +46,17 @@ def list_datasets() -> dict[str, list[dict[str, Any]]]:
 
 def dataset_tables(found: dict[str, list[dict[str, Any]]]) -> list[Titled]:
     """What `list_datasets` found, as tables."""
-    tables = {
-        suite: [
-            [row["dataset"], row["target"], row["licence"], f"{row['rows']:,}", str(row["columns"])]
-            for row in found[suite]
-        ]
+    bundled, listed = (
+        [[row["dataset"], row["target"], f"{row['rows']:,}", str(row["columns"])] for row in found[suite]]
         for suite in ("bundled", "rdata")
-    }
-    header = ["dataset", "target", "licence", "rows", "columns"]
+    )
+    licences = [[row["dataset"], row["licence"]] for row in found["bundled"]]
+    header = ["dataset", "target", "rows", "columns"]
     suites, forms = ([[row["name"], row["what"]] for row in found[kind]] for kind in ("suites", "forms"))
     return [
-        ("Bundled tables, the suite mini", (header, tables["bundled"]), 3),
-        ("The suite rdata", (header, tables["rdata"]), 3),
+        ("Bundled tables, the suite mini", (header, bundled), 2),
+        ("Their licences", (["dataset", "licence"], licences), 2),
+        ("The suite rdata", (header, listed), 2),
         ("Suites", (["suite", "what it is"], suites), 2),
         ("Other datasets; several, and suites, are joined by commas", (["form", "what it is"], forms), 2),
     ]

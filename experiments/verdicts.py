@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..retrofit.terminal import Cells
+from ..retrofit.printing import Cells
 from .statistics import MEASURES
 
 Rows = Sequence[dict[str, Any]]

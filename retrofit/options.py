@@ -40,7 +40,8 @@ def _suites(incomplete: str) -> list[str]:
     """The same for the last of several datasets or suites."""
     before, comma, last = incomplete.rpartition(",")
     names = [*settings.SUITES, *settings.BUNDLED_TARGETS, *settings.DATASET_FORMS]
-    return [f"{before}{comma}{name}" for name in _one_of(re.sub("(ID|FILE#target|PACKAGE/ITEM)$", "", name) for name in names)(last)]
+    begun = [re.sub("(ID|FILE#target|PACKAGE/ITEM)$", "", name) for name in names]
+    return [f"{before}{comma}{name}" for name in begun if name.startswith(last)]
 
 
 def _file(text: str, metavar: str = "FILE") -> Any:

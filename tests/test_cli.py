@@ -130,7 +130,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
         ("bench overhead --host r", ["random-v3"]),
         ("eval --precision float", ["float32", "float64"]),
         ("eval --suite co", ["concrete"]),
-        ("eval --suite csv:a.csv#y,openml", ["csv:a.csv#y,openml-suite:", "csv:a.csv#y,openml:"]),
+        ("eval --suite csv:a.csv#y,openml-", ["csv:a.csv#y,openml-suite:", "csv:a.csv#y,openml-task:"]),
         ("fr", ["frontier"]),
     ],
 )
