@@ -12,11 +12,11 @@ from .calibration import settings
 from .calibration.variants import VARIANTS
 from .experiments.bench import bench
 from .retrofit import options, terminal
+from .retrofit.files import write_json, write_rows
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
-    add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(bench, name="bench")
@@ -62,7 +62,6 @@ def patch(
     options.check_outputs({"--out": out, "--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
     from .retrofit.check import checked_summary, patch_and_check
-    from .retrofit.files import write_rows
     from .retrofit.patcher import known_spec
     from .retrofit.sites import site_notes, site_tables
 
@@ -74,6 +73,45 @@ def patch(
     files: options.Files = {out: retrofit.save, json_file: partial(write_rows, sites)}
     terminal.finish(console, site_tables(sites, spec), site_notes(spec), files)
     console.print(f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.", soft_wrap=True)
+
+
+@app.command(epilog="Example: [b]oretrofit hosts --json hosts.json[/b]")
+@terminal.plain_errors()
+def hosts(json_file: options.JsonFile = None) -> None:
+    """List what --host accepts, and what of it is here."""
+    options.check_outputs({"--json": json_file})
+    _, console = terminal.start("cpu")
+    from .experiments.listing import host_tables
+    from .retrofit.hosts import find_hosts
+
+    found = find_hosts()
+    terminal.finish(console, host_tables(found), "", {json_file: partial(write_json, found)})
+
+
+@app.command(epilog="Example: [b]oretrofit datasets --json datasets.json[/b]")
+@terminal.plain_errors()
+def datasets(json_file: options.JsonFile = None) -> None:
+    """List what --suite accepts: the bundled tables, suites, and how other tables are named."""
+    options.check_outputs({"--json": json_file})
+    console = terminal.open_console()
+    from .experiments.listing import dataset_tables, list_datasets
+
+    found = list_datasets()
+    terminal.finish(console, dataset_tables(found), "", {json_file: partial(write_json, found)})
+
+
+@app.command(epilog="Example: [b]oretrofit doctor --json doctor.json[/b]")
+@terminal.plain_errors()
+def doctor(json_file: options.JsonFile = None) -> None:
+    """Check that all that a retrofit needs is here and works; a report to go with a question or a bug."""
+    options.check_outputs({"--json": json_file})
+    console = terminal.open_console()
+    from .experiments import doctor as run
+
+    with console.status("Looking") as status:
+        found = run.examine(status.update)
+    tables = [("oretrofit doctor", run.report_cells(found), 3)]
+    terminal.finish(console, tables, "", {json_file: partial(write_json, found)}, found["problems"])
 
 
 @app.command("eval", epilog="Example: [b]oretrofit eval --suite mini --seeds 3 --workers 4 --out runs/mini[/b]")
@@ -206,7 +244,6 @@ def frontier(
     from .experiments import frontier as run
     from .retrofit.api import calibrate
     from .retrofit.check import synthetic_cases
-    from .retrofit.files import write_rows
     from .retrofit.hosts import load_host
 
     loaded = load_host(host)
@@ -240,7 +277,6 @@ def ablate(
     options.check_outputs({"--json": json_file, "--plot": plot})
     device, console = terminal.start(device)
     from .experiments import ablation
-    from .retrofit.files import write_rows
 
     with console.status("Inserting zero tokens"):
         table = ablation.ablate(blocks=blocks, seeds=seeds, device=device)
@@ -266,7 +302,6 @@ def audit(
     device, console = terminal.start(device)
     from .experiments import audit as run
     from .experiments import audit_report
-    from .retrofit.files import write_json
     from .retrofit.hosts import load_host
     from .retrofit.patcher import known_spec
 
@@ -292,7 +327,6 @@ def contracts(
     options.check_outputs({"--json": json_file})
     device, console = terminal.start(device)
     from .experiments import contracts as run
-    from .retrofit.files import write_rows
 
     dtypes = run.parse_dtypes(dtype)
     with console.status("Checking") as status:

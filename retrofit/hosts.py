@@ -19,7 +19,7 @@ from tabpfn.architectures import tabpfn_v3
 from tabpfn.base import ModelSpecs
 from torch import nn
 
-from ..calibration.settings import HOST_NAMES
+from ..calibration.settings import HOST_NAMES, HOSTS
 from ..patches.architectures import HOST_SPECS, spec_named, spec_of
 from ..patches.host_spec import HostSpec
 from . import tabpfn_api
@@ -126,6 +126,36 @@ def load_host(host: HostLike = "small") -> Host:
             f"no host {str(host)!r}: neither a known name ({', '.join(HOST_NAMES)}) nor an existing checkpoint file"
         )
     return _from_checkpoint(path, str(path.resolve()))
+
+
+def find_hosts() -> list[dict[str, Any]]:
+    """What `load_host` takes by name, and whether it is here. Nothing is loaded, and nothing downloaded.
+
+    Returns:
+        For each `host`: `available`, True or False; `what` it is; `where` its weights come from, in words, with `~`
+        for the home folder.
+    """
+    v3 = tabpfn_api.prior_labs_path("v3")
+    token = tabpfn_api.has_token()
+    folder = shortened(v3.parent)
+    where = f"{v3.name} in TabPFN's cache folder {folder}"
+    if not v3.is_file():
+        how = "is downloaded there when first used" if token else "belongs there, or a licence (TABPFN_TOKEN) gets it"
+        where = f"not in TabPFN's cache folder {folder}; {v3.name} {how}"
+    found = {
+        "small": (SMALL_HOST.is_file(), "bundled"),
+        "random-v3": (True, "drawn when it is asked for"),
+        "v3": (v3.is_file() or token, where),
+    }
+    return [
+        {"host": name, "available": available, "what": HOSTS[name], "where": where}
+        for name, (available, where) in found.items()
+    ]
+
+
+def shortened(path: Path) -> str:
+    """A path with the home folder as `~`, so that it may be shown to others."""
+    return f"~/{path.relative_to(Path.home()).as_posix()}" if path.is_relative_to(Path.home()) else str(path)
 
 
 def random_host(seed: int = 0, **config: Any) -> Host:

@@ -36,6 +36,14 @@ def _one_of(names: Iterable[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [name for name in known if name.startswith(incomplete)]
 
 
+def _suites(incomplete: str) -> list[str]:
+    """The same for the last of several datasets or suites."""
+    before, comma, last = incomplete.rpartition(",")
+    names = [*settings.SUITES, *settings.BUNDLED_TARGETS, *settings.DATASET_FORMS]
+    begun = [re.sub("(ID|FILE#target|PACKAGE/ITEM)$", "", name) for name in names]
+    return [f"{before}{comma}{name}" for name in begun if name.startswith(last)]
+
+
 def _file(text: str, metavar: str = "FILE") -> Any:
     return typer.Option(metavar=metavar, help=text)
 
@@ -84,7 +92,12 @@ Plot = Annotated[Path | None, _file("Also draw the tables (PNG).")]
 
 # Cases.
 Suite = Annotated[
-    str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
+    str,
+    typer.Option(
+        help=f"{', '.join(settings.SUITES)}, or datasets joined by commas: a bundled name, "
+        f"{', '.join(settings.DATASET_FORMS)}. [b]oretrofit datasets[/b] lists them.",
+        autocompletion=_suites,
+    ),
 ]
 Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
 MaxRows = Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")]

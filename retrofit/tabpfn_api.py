@@ -18,7 +18,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from tabpfn import TabPFNRegressor, base, inference, model_loading
+from tabpfn import TabPFNRegressor, base, browser_auth, inference, model_loading
 from tabpfn.architectures import ARCHITECTURES, register_architecture
 from tabpfn.architectures.shared.bar_distribution import FullSupportBarDistribution
 from tabpfn.base import ModelSpecs
@@ -56,6 +56,7 @@ __all__ = [
     "drift",
     "fingerprint",
     "get_autocast_context",
+    "has_token",
     "infer_autocast_inference_mode",
     "infer_random_state",
     "inference_config_from",
@@ -164,6 +165,11 @@ def inference_config_from(stored: dict[str, Any]) -> InferenceConfig:
 def checkpoint_version(path: Path) -> str:
     """The version, such as `v3`, that TabPFN takes a checkpoint for: it goes by the file's name."""
     return model_loading.resolve_model_version(path).value
+
+
+def has_token() -> bool:
+    """Whether TabPFN would find a token for Prior Labs' licence: in `TABPFN_TOKEN`, or in a file that it keeps."""
+    return browser_auth.get_cached_token() is not None
 
 
 def prior_labs_path(version: str) -> Path:

@@ -98,7 +98,20 @@ def test_help_imports_no_torch() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("", "patch", "eval", "predict", "pretrain", "frontier", "ablate", "audit", "contracts"),
+        *(
+            "",
+            "patch",
+            "hosts",
+            "datasets",
+            "doctor",
+            "eval",
+            "predict",
+            "pretrain",
+            "frontier",
+            "ablate",
+            "audit",
+            "contracts",
+        ),
         *("bench", "bench overhead", "bench host", "bench ragged", "bench ragged-equality"),
     ],
 )
@@ -107,6 +120,121 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
     assert result.exit_code == 0
     if command not in ("", "bench"):
         assert f"oretrofit {command}" in result.stdout.split("Example:")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("patch --variant ", list(VARIANTS)),
+        ("eval --variant i", ["identity"]),
+        ("bench overhead --host r", ["random-v3"]),
+        ("eval --precision float", ["float32", "float64"]),
+        ("eval --suite co", ["concrete"]),
+        ("eval --suite csv:a.csv#y,openml-", ["csv:a.csv#y,openml-suite:", "csv:a.csv#y,openml-task:"]),
+        ("fr", ["frontier"]),
+    ],
+)
+def test_a_shell_is_offered_names(words: str, offered: list[str]) -> None:
+    """By the protocol of typer's script for bash."""
+    typed = f"oretrofit {words}"
+    asked = {"_ORETROFIT_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split(" ")) - 1)}
+    code = "import sys; from oretrofit.cli import app; sys.argv[0] = 'oretrofit'; app(prog_name='oretrofit')"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **asked})
+    assert found.stdout.split() == offered, found.stderr
+
+
+def test_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tabpfn_api, "prior_labs_path", lambda version: tmp_path / "the-v3.ckpt")
+    file = tmp_path / "hosts.json"
+
+    def hosts(token: bool) -> dict[str, dict]:
+        monkeypatch.setattr(tabpfn_api, "has_token", lambda: token)
+        result = oretrofit("hosts --json", str(file))
+        assert result.exit_code == 0, result.output
+        found = {host["host"]: host for host in json.loads(file.read_text())}
+        for host in found.values():
+            here = "yes" if host["available"] else "no"
+            assert any(f"| {host['host']}" in line and f"| {here} " in line for line in result.stdout.splitlines())
+        assert list(found) == ["small", "random-v3", "v3"]
+        assert found["small"]["available"] and found["random-v3"]["available"]
+        return found
+
+    absent = hosts(token=False)["v3"]
+    assert not absent["available"] and "TABPFN_TOKEN" in absent["where"] and str(tmp_path) in absent["where"]
+    with_token = hosts(token=True)["v3"]
+    assert with_token["available"] and "downloaded there when first used" in with_token["where"]
+    (tmp_path / "the-v3.ckpt").touch()
+    there = hosts(token=False)["v3"]
+    assert there["available"] and there["where"] == f"the-v3.ckpt in TabPFN's cache folder {tmp_path}"
+
+
+def test_a_token_of_tabpfn_is_found_and_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "a-secret-token"
+    monkeypatch.setenv("TABPFN_TOKEN", secret)
+    monkeypatch.setenv("TABPFN_MODEL_CACHE_DIR", str(tmp_path))
+    assert tabpfn_api.has_token()
+    for command in ("hosts", "doctor"):
+        result = oretrofit(f"{command} --json", str(tmp_path / "t.json"))
+        assert secret not in result.output + (tmp_path / "t.json").read_text()
+    monkeypatch.setenv("TABPFN_TOKEN", "")
+    for name in ("_TOKEN_FILE", "_CLIENT_TOKEN_FILE"):  # of the one who runs the tests
+        monkeypatch.setattr(f"tabpfn.browser_auth.{name}", tmp_path / "nothing")
+    assert not tabpfn_api.has_token()
+
+
+def test_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "regression_tasks", lambda name, number: ["openml-task:1"])  # needs the network
+    result = oretrofit("datasets --json", str(tmp_path / "t.json"))
+    assert result.exit_code == 0, result.output
+    listed = json.loads((tmp_path / "t.json").read_text())
+    assert [row["dataset"] for row in listed["bundled"]] == datasets.resolve_suite("mini")
+    assert [row["dataset"] for row in listed["rdata"]] == datasets.resolve_suite("rdata")
+    for row in [*listed["bundled"], *listed["rdata"][:3]]:
+        found = datasets.load_dataset(row["dataset"])
+        assert (row["rows"], row["columns"], row["target"]) == (*found.X.shape, found.target)
+        assert row["source"] and row["licence"] and row["dataset"] in result.stdout
+    assert {row["dataset"]: row["licence"] for row in listed["bundled"]}["concrete"].startswith("CC BY 4.0 at UCI;")
+    for row in [*listed["suites"], *listed["forms"]]:
+        assert f"| {row['name']} " in result.stdout
+        # What is listed is what is read.
+        example = {"ID": "1", "FILE": "good.csv", "target": "y", "PACKAGE/ITEM": "AER/NMES1988"}
+        spec = functools.reduce(lambda text, word: text.replace(word, example[word]), example, row["name"])
+        assert datasets.resolve_suite(spec)
+
+
+def test_doctor(tmp_path: Path) -> None:
+    result = oretrofit("doctor --json", str(tmp_path / "t.json"))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert found["problems"] == []
+    assert found["versions"]["torch"] == torch.__version__ and "pytest" not in found["versions"]
+    assert list(found["hosts"]) == ["small", "random-v3", "v3"]
+    assert found["self-test"]["cpu"].startswith("passed in ")
+    home = str(Path.home())
+    assert home == "/" or home not in result.output
+
+
+@pytest.mark.parametrize("sick", ["drift", "self-test", "torch"])
+def test_doctor_says_what_is_broken_and_goes_on(sick: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object):
+        raise RuntimeError(f"no such kernel in {Path.home()}\nand more")
+
+    if sick == "drift":
+        monkeypatch.setattr(tabpfn_api, "drift", lambda: {"tabpfn.base:a": ("1", "2"), "tabpfn.base:b": ("1", "2")})
+        said = "internals: ValueError: of TabPFN 9.2.0 tabpfn.base:a, tabpfn.base:b differ from what the patches"
+    elif sick == "self-test":  # one that a host with open doors would give
+        predict = api.Retrofit.predict_ragged
+        monkeypatch.setattr(api.Retrofit, "predict_ragged", lambda *a, **k: [m + 0.1 for m in predict(*a, **k)])
+        said = "self-test: ValueError: on cpu two tables padded into one pass are 0.1 target standard deviations"
+    else:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", refuse)
+        said = "torch: RuntimeError: no such kernel in ~\n"
+    result = oretrofit("doctor --json", str(tmp_path / "t.json"))
+    assert result.exit_code == 1
+    assert f"Error: {said}" in result.stderr and "Traceback" not in result.output
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert len(found["problems"]) == (2 if sick == "drift" else 1)  # nothing can be patched for the self-test then
+    assert found["threads"] and found["cache folders"]
 
 
 def test_version() -> None:
