@@ -18,7 +18,8 @@ from .style import OTHER_STYLE, STYLES
 DESIGNS = ((6, 3), (30, 3), (100, 3))  # tables and seeds: 18, 90 and 300 cases
 POWER = 0.8  # what counts as finding something
 
-_LINES, _GREY = (":", "--", "-"), "#8c8c8c"
+_LINES: tuple[Any, ...] = (":", "--", "-")
+_GREY = "#8c8c8c"
 _QUANTILES = 2000
 
 
@@ -56,20 +57,30 @@ def design_power(statistics: pd.DataFrame) -> pd.DataFrame:
 
 def difference_power(change: Any, sd: float, tables: int) -> Any:
     """The probability that a two-sided t test over table means, at 5 %, finds a true mean change (or each of many)."""
-    return TTestPower().power(np.abs(change) / sd, tables, 0.05)
+    # Not statsmodels', which is NaN far out, where SciPy's noncentral t is.
+    error, errors = _standard_errors(sd, tables)
+    critical, away = stats.t.ppf(0.975, tables - 1) * errors, np.abs(change)[..., None]
+    return (stats.norm.sf((critical - away) / error) + stats.norm.cdf((-critical - away) / error)).mean(axis=-1)
 
 
 def equivalence_power(change: Any, sd: float, tables: int, margin: float) -> Any:
     """The probability that both one-sided t tests over table means put a true mean change (or each) within the margin.
 
-    They do where |mean| < margin - t s / sqrt(tables). Mean and s are independent, and (tables - 1) s^2 / sd^2 is
-    chi-squared: the normal probability is averaged over its quantiles.
+    They do where |mean| < margin - t s / sqrt(tables).
     """
-    freedom, error = tables - 1, sd / math.sqrt(tables)
-    variance = stats.chi2.ppf((np.arange(_QUANTILES) + 0.5) / _QUANTILES, freedom) / freedom
-    room = np.clip(margin - stats.t.ppf(1 - ALPHA, freedom) * error * np.sqrt(variance), 0, None)
+    error, errors = _standard_errors(sd, tables)
+    room = np.clip(margin - stats.t.ppf(1 - ALPHA, tables - 1) * errors, 0, None)
     away = np.asarray(change)[..., None]
     return (stats.norm.cdf((room - away) / error) - stats.norm.cdf((-room - away) / error)).mean(axis=-1)
+
+
+def _standard_errors(sd: float, tables: int) -> tuple[float, np.ndarray]:
+    """The standard error of the mean, and so many equally probable values of what a study takes it for.
+
+    That is independent of the study's mean: (tables - 1) s^2 / sd^2 is chi-squared.
+    """
+    error, at = sd / math.sqrt(tables), (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    return error, error * np.sqrt(stats.chi2.ppf(at, tables - 1) / (tables - 1))
 
 
 def plot_power(statistics: pd.DataFrame, file: Path, measure: str = "rmse") -> None:

@@ -10,7 +10,8 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -116,23 +117,29 @@ def resampled_cases(tables: np.ndarray, resamples: int = RESAMPLES) -> np.ndarra
         (resamples, drawn): positions of cases. A resample has as many tables as there are, each with as many cases as
         it has; where tables differ in that, rows end in -1, which is no case. Always the same.
     """
-    rng = np.random.default_rng(0)
-    codes, names = pd.factorize(tables)
-    order, sizes = np.argsort(codes, kind="stable"), np.bincount(codes)
-    drawn = rng.integers(0, len(names), (resamples, len(names)))
-    within = np.floor(rng.random((resamples, len(names), sizes.max())) * sizes[drawn][..., None]).astype(int)
-    positions = order[(np.cumsum(sizes) - sizes)[drawn][..., None] + within]
-    positions[np.arange(sizes.max()) >= sizes[drawn][..., None]] = -1
-    return positions.reshape(resamples, -1)
+    return _resampled(tuple(pd.factorize(tables)[0].tolist()), resamples)
 
 
 def bootstrap_interval(
-    values: np.ndarray, tables: np.ndarray, statistic: Callable[..., Any] = np.nanmean
+    values: np.ndarray, tables: np.ndarray, statistic: Literal["mean", "median"] = "mean"
 ) -> tuple[float, float]:
     """The 95 % percentile interval of a statistic of (cases,) values, by `resampled_cases`."""
-    drawn = np.append(values, np.nan)[resampled_cases(tables)]
-    low, high = np.quantile(statistic(drawn, axis=1), [0.025, 0.975])
+    positions = resampled_cases(tables)
+    drawn = np.append(values, np.nan)[positions]
+    compute = getattr(np, f"nan{statistic}" if positions.min() < 0 else statistic)
+    low, high = np.quantile(compute(drawn, axis=1), [0.025, 0.975])
     return float(low), float(high)
+
+
+@lru_cache(maxsize=1)  # all measures of all variants have the same cases, as a rule
+def _resampled(codes: tuple[int, ...], resamples: int) -> np.ndarray:
+    rng, order, sizes = np.random.default_rng(0), np.argsort(codes, kind="stable"), np.bincount(codes)
+    drawn = rng.integers(0, len(sizes), (resamples, len(sizes)))
+    within = np.floor(rng.random((*drawn.shape, sizes.max())) * sizes[drawn][..., None]).astype(int)
+    positions = order[(np.cumsum(sizes) - sizes)[drawn][..., None] + within]
+    positions[np.arange(sizes.max()) >= sizes[drawn][..., None]] = -1
+    positions.flags.writeable = False
+    return positions.reshape(resamples, -1)
 
 
 def _changes(group: pd.DataFrame, name: str) -> pd.DataFrame | None:
@@ -149,7 +156,7 @@ def _changes(group: pd.DataFrame, name: str) -> pd.DataFrame | None:
 def _describe(changes: pd.DataFrame) -> dict[str, Any]:
     values, tables = changes["change"].to_numpy(), changes["dataset"].to_numpy()
     mean_low, mean_high = bootstrap_interval(values, tables)
-    median_low, median_high = bootstrap_interval(values, tables, np.nanmedian)
+    median_low, median_high = bootstrap_interval(values, tables, "median")
     largest = changes.loc[changes["change"].abs().idxmax()]
     return {
         "cases": len(values),
@@ -219,7 +226,7 @@ def fit_model(changes: pd.DataFrame) -> tuple[dict[str, float], str]:
         return nothing, "the mixed model did not converge"
     half = float(stats.t.ppf(0.975, tables - 1)) * error
     deviations = (math.sqrt(max(0.0, between)), math.sqrt(within))
-    return dict(zip(_MODEL, [size * v for v in (mean, mean - half, mean + half, *deviations)], strict=True)), ""
+    return dict(zip(_MODEL, [float(size * v) for v in (mean, mean - half, mean + half, *deviations)], strict=True)), ""
 
 
 def _correct(table: pd.DataFrame) -> pd.DataFrame:
