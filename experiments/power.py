@@ -30,16 +30,22 @@ def design_power(statistics: pd.DataFrame) -> pd.DataFrame:
         statistics: Of `statistics.compare_variants`.
 
     Returns:
-        A row a variant, measure and design, for those that have a mixed model: `variant`, `measure`, `unit`; `tables`,
-        `seeds`, `cases`; `table_sd`, the standard deviation of a table's mean change, sqrt(between^2 + within^2 /
-        seeds); `detectable`, the smallest true mean change that a two-sided t test over table means (at 5 %) finds with
-        a power of 80 %; `margin`; `equivalence_power`, the probability that the test of equivalence succeeds where
-        there is no change at all, without Holm's correction.
+        A row a variant, measure and design, for those whose tables differ: `variant`, `measure`, `unit`; `tables`,
+        `seeds`, `cases`; `table_sd`, the standard deviation of a table's mean change, by the mixed model
+        sqrt(between^2 + within^2 / seeds), without one that of the run's table means; `detectable`, the smallest true
+        mean change that a two-sided t test over table means (at 5 %) finds with a power of 80 %; `margin`;
+        `equivalence_power`, the probability that the test of equivalence succeeds where there is no change at all,
+        without Holm's correction.
     """
     rows = []
-    for row in statistics.dropna(subset="model_mean").to_dict("records") if len(statistics) else []:
+    deviations = ["between_sd", "within_sd", "table_sd"]  # None, perhaps, where they come from JSON
+    known = statistics.astype(dict.fromkeys(deviations, float)) if len(statistics) else statistics
+    for row in known.to_dict("records"):
         for tables, seeds in DESIGNS:
             sd = math.hypot(row["between_sd"], row["within_sd"] / math.sqrt(seeds))
+            sd = row["table_sd"] if math.isnan(sd) else sd
+            if not sd > 0:
+                continue
             rows.append(
                 {
                     **{name: row[name] for name in ("variant", "measure", "unit")},
@@ -92,7 +98,7 @@ def plot_power(statistics: pd.DataFrame, file: Path, measure: str = "rmse") -> N
         measure: Of `statistics.MEASURES`.
 
     Raises:
-        ValueError: No variant has a mixed model of that measure.
+        ValueError: No variant has tables that differ in that measure.
         OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure  # slow to import; without pyplot there is no backend to choose
@@ -100,7 +106,7 @@ def plot_power(statistics: pd.DataFrame, file: Path, measure: str = "rmse") -> N
 
     found = without_control(design_power(statistics), measure)
     if not len(found):
-        raise ValueError("power needs a variant with two tables and two cases of a table")
+        raise ValueError("power needs a variant with two tables that differ")
     variants, margin, unit = list(found["variant"].unique()), float(found["margin"].iloc[0]), found["unit"].iloc[0]
     least, most = min(found["detectable"].min(), margin) / 5, 2 * max(found["detectable"].max(), margin)
     changes = np.geomspace(least, most, 200)

@@ -83,7 +83,8 @@ def compare_variants(rows: pd.DataFrame, margin: float = MARGIN) -> pd.DataFrame
         - `model_mean`, `model_low`, `model_high`: mean and 95 % interval of a mixed model with a random effect of the
           table (REML; Student's t with tables - 1 degrees of freedom); `between_sd` and `within_sd`, its standard
           deviations of tables and of cases within a table;
-        - `wilcoxon_p`: of the signed-rank test over table means, two-sided;
+        - `table_sd`: the standard deviation of table means;
+        - `wilcoxon_p`: of the signed-rank test over them, two-sided;
         - `margin`; `equivalence_low`, `equivalence_high`: the 90 % t interval over table means; `equivalence_p`: of
           the two one-sided t tests (TOST) against the margin; `equivalence_p_holm`: corrected for the number of
           variants; `equivalent`: whether that is below `ALPHA`, None where it is not available;
@@ -178,9 +179,11 @@ def _describe(changes: pd.DataFrame) -> dict[str, Any]:
 def _test(changes: pd.DataFrame, margin: float) -> dict[str, Any]:
     means = changes.groupby("dataset", sort=False)["change"].mean().to_numpy()
     missing = []
+    table_sd = float(means.std(ddof=1)) if len(means) > 1 else math.nan
     tested = dict.fromkeys(("wilcoxon_p", "equivalence_low", "equivalence_high", "equivalence_p"), math.nan)
     if not changes["change"].any():
-        return {**dict.fromkeys(_MODEL, math.nan), **tested, "margin": margin, "not_available": "no case changed"}
+        nothing = dict.fromkeys(_MODEL, math.nan)
+        return {**nothing, "table_sd": table_sd, **tested, "margin": margin, "not_available": "no case changed"}
     if len(means) < 2:
         missing.append("tests need two tables")
     elif not means.any():
@@ -196,7 +199,8 @@ def _test(changes: pd.DataFrame, margin: float) -> dict[str, Any]:
         else:
             missing.append("all tables changed alike, which leaves equivalence without a test")
     model, reason = fit_model(changes)
-    return {**model, **tested, "margin": margin, "not_available": "; ".join([*missing, *([reason] if reason else [])])}
+    reasons = "; ".join([*missing, *([reason] if reason else [])])
+    return {**model, "table_sd": table_sd, **tested, "margin": margin, "not_available": reasons}
 
 
 def fit_model(changes: pd.DataFrame) -> tuple[dict[str, float], str]:

@@ -19,9 +19,9 @@ from oretrofit.experiments.power import (
 )
 
 
-def row(variant: str = "oa", measure: str = "rmse", **changes: float) -> dict:
-    made = {"variant": variant, "measure": measure, "unit": "%", "margin": 0.5, "model_mean": 0.1}
-    return {**made, "between_sd": 0.3, "within_sd": 0.4, **changes}
+def row(variant: str = "oa", measure: str = "rmse", **changes: float | None) -> dict:
+    made = {"variant": variant, "measure": measure, "unit": "%", "margin": 0.5}
+    return {**made, "between_sd": 0.3, "within_sd": 0.4, "table_sd": 0.6, **changes}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,9 @@ def test_true_changes_at_the_margin_are_called_equivalent_in_one_of_twenty_studi
 
 
 def test_the_designs_of_a_run() -> None:
-    table = design_power(pd.DataFrame([row(), row("full-o", "nll", model_mean=math.nan)]))
+    table = design_power(
+        pd.DataFrame([row(), row("full-o", "nll", between_sd=math.nan, within_sd=math.nan, table_sd=0.0)])
+    )
     assert list(table["cases"]) == [18, 90, 300] and set(table["variant"]) == {"oa"}
     sd = math.sqrt(0.3**2 + 0.4**2 / 3)
     for _, design in table.iterrows():
@@ -57,6 +59,9 @@ def test_the_designs_of_a_run() -> None:
         assert design["equivalence_power"] == equivalence_power(0.0, sd, design["tables"], 0.5)
     assert table["detectable"].is_monotonic_decreasing and table["equivalence_power"].is_monotonic_increasing
     assert design_power(pd.DataFrame()).empty
+    for none in (math.nan, None):
+        one_seed = design_power(pd.DataFrame([row(between_sd=none, within_sd=none)]))
+        assert set(one_seed["table_sd"]) == {0.6}
 
 
 def test_without_the_control() -> None:
@@ -69,5 +74,5 @@ def test_figure(tmp_path: Path) -> None:
     file = tmp_path / "power.png"
     plot_power(pd.DataFrame([row("identity"), row(), row("full-o", between_sd=0.0, within_sd=1e-3)]), file)
     assert file.read_bytes()[:4] == b"\x89PNG" and file.stat().st_size > 5000
-    with pytest.raises(ValueError, match="power needs a variant with two tables and two cases of a table"):
+    with pytest.raises(ValueError, match="power needs a variant with two tables that differ"):
         plot_power(pd.DataFrame([row("identity")]), tmp_path / "none.png")

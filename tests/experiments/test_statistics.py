@@ -86,6 +86,7 @@ def test_every_statistic_of_the_rmse() -> None:
     error = math.sqrt(sum((m - grand) ** 2 for m in means) / 4 / 5)
     assert found["equivalence_low"] == pytest.approx(grand - T_90 * error, rel=1e-12)
     assert found["equivalence_high"] == pytest.approx(grand + T_90 * error, rel=1e-12)
+    assert found["table_sd"] == pytest.approx(error * math.sqrt(5), rel=1e-12)
     below = stats.ttest_1samp(means, 0.5, alternative="less").pvalue
     above = stats.ttest_1samp(means, -0.5, alternative="greater").pvalue
     assert found["equivalence_p"] == pytest.approx(max(below, above), rel=1e-10)
