@@ -102,13 +102,13 @@ class CaseRunner:
         host = self._answer(self.host.specs, case)
         if any(host_figures(record) != (host.rmse, host.nll) for record in earlier.values()):
             earlier = {}  # of a machine that rounds otherwise: all records of a case are from one
-        result = CaseResult(case.dataset, case.seed, [], {})
+        records, predictions = [], {}
         for label, retrofit in self.retrofits.items():
             if label not in earlier:
                 variant = self._answer(retrofit.specs, case)
-                result.variants.append(self._record(label, case, host, variant))
-                result.predictions[label] = make_arrays(case.y_test, host.kept, variant.kept)
-        return result
+                records.append(self._record(label, case, host, variant))
+                predictions[label] = make_arrays(case.y_test, host.kept, variant.kept)
+        return CaseResult(case.dataset, case.seed, records, predictions)
 
     def _record(self, label: str, case: Case, host: _Answer, variant: _Answer) -> dict[str, Any]:
         record = {
@@ -154,8 +154,8 @@ class CaseRunner:
             raise ValueError(
                 f"predictions are not finite (RMSE {error}, negative log-likelihood {scores.nll}, CRPS {scores.crps})"
             )
-        covered = (coverage(case.y_test, scores.quantiles_NL, LEVELS, share) for share in (0.80, 0.95))
-        return _Answer(mean, scores.quantiles_NL, error, scores.nll, scores.crps, *covered, seconds, peak)
+        in_80, in_95 = (coverage(case.y_test, scores.quantiles_NL, LEVELS, share) for share in (0.80, 0.95))
+        return _Answer(mean, scores.quantiles_NL, error, scores.nll, scores.crps, in_80, in_95, seconds, peak)
 
 
 @dataclass(frozen=True)

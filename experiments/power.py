@@ -18,7 +18,8 @@ from .style import OTHER_STYLE, STYLES
 DESIGNS = ((6, 3), (30, 3), (100, 3))  # tables and seeds: 18, 90 and 300 cases
 POWER = 0.8  # what counts as finding something
 
-_LINES, _GREY = (":", "--", "-"), "#8c8c8c"
+_LINES: tuple[Any, ...] = (":", "--", "-")
+_GREY = "#8c8c8c"
 _QUANTILES = 2000
 
 
@@ -29,16 +30,22 @@ def design_power(statistics: pd.DataFrame) -> pd.DataFrame:
         statistics: Of `statistics.compare_variants`.
 
     Returns:
-        A row a variant, measure and design, for those that have a mixed model: `variant`, `measure`, `unit`; `tables`,
-        `seeds`, `cases`; `table_sd`, the standard deviation of a table's mean change, sqrt(between^2 + within^2 /
-        seeds); `detectable`, the smallest true mean change that a two-sided t test over table means (at 5 %) finds with
-        a power of 80 %; `margin`; `equivalence_power`, the probability that the test of equivalence succeeds where
-        there is no change at all, without Holm's correction.
+        A row a variant, measure and design, for those whose tables differ: `variant`, `measure`, `unit`; `tables`,
+        `seeds`, `cases`; `table_sd`, the standard deviation of a table's mean change, by the mixed model
+        sqrt(between^2 + within^2 / seeds), without one that of the run's table means; `detectable`, the smallest true
+        mean change that a two-sided t test over table means (at 5 %) finds with a power of 80 %; `margin`;
+        `equivalence_power`, the probability that the test of equivalence succeeds where there is no change at all,
+        without Holm's correction.
     """
     rows = []
-    for row in statistics.dropna(subset="model_mean").to_dict("records") if len(statistics) else []:
+    deviations = ["between_sd", "within_sd", "table_sd"]  # None, perhaps, where they come from JSON
+    known = statistics.astype(dict.fromkeys(deviations, float)) if len(statistics) else statistics
+    for row in known.to_dict("records"):
         for tables, seeds in DESIGNS:
             sd = math.hypot(row["between_sd"], row["within_sd"] / math.sqrt(seeds))
+            sd = row["table_sd"] if math.isnan(sd) else sd
+            if not sd > 0:
+                continue
             rows.append(
                 {
                     **{name: row[name] for name in ("variant", "measure", "unit")},
@@ -56,20 +63,30 @@ def design_power(statistics: pd.DataFrame) -> pd.DataFrame:
 
 def difference_power(change: Any, sd: float, tables: int) -> Any:
     """The probability that a two-sided t test over table means, at 5 %, finds a true mean change (or each of many)."""
-    return TTestPower().power(np.abs(change) / sd, tables, 0.05)
+    # Not statsmodels', which is NaN far out, where SciPy's noncentral t is.
+    error, errors = _standard_errors(sd, tables)
+    critical, away = stats.t.ppf(0.975, tables - 1) * errors, np.abs(change)[..., None]
+    return (stats.norm.sf((critical - away) / error) + stats.norm.cdf((-critical - away) / error)).mean(axis=-1)
 
 
 def equivalence_power(change: Any, sd: float, tables: int, margin: float) -> Any:
     """The probability that both one-sided t tests over table means put a true mean change (or each) within the margin.
 
-    They do where |mean| < margin - t s / sqrt(tables). Mean and s are independent, and (tables - 1) s^2 / sd^2 is
-    chi-squared: the normal probability is averaged over its quantiles.
+    They do where |mean| < margin - t s / sqrt(tables).
     """
-    freedom, error = tables - 1, sd / math.sqrt(tables)
-    variance = stats.chi2.ppf((np.arange(_QUANTILES) + 0.5) / _QUANTILES, freedom) / freedom
-    room = np.clip(margin - stats.t.ppf(1 - ALPHA, freedom) * error * np.sqrt(variance), 0, None)
+    error, errors = _standard_errors(sd, tables)
+    room = np.clip(margin - stats.t.ppf(1 - ALPHA, tables - 1) * errors, 0, None)
     away = np.asarray(change)[..., None]
     return (stats.norm.cdf((room - away) / error) - stats.norm.cdf((-room - away) / error)).mean(axis=-1)
+
+
+def _standard_errors(sd: float, tables: int) -> tuple[float, np.ndarray]:
+    """The standard error of the mean, and so many equally probable values of what a study takes it for.
+
+    That is independent of the study's mean: (tables - 1) s^2 / sd^2 is chi-squared.
+    """
+    error, at = sd / math.sqrt(tables), (np.arange(_QUANTILES) + 0.5) / _QUANTILES
+    return error, error * np.sqrt(stats.chi2.ppf(at, tables - 1) / (tables - 1))
 
 
 def plot_power(statistics: pd.DataFrame, file: Path, measure: str = "rmse") -> None:
@@ -81,7 +98,7 @@ def plot_power(statistics: pd.DataFrame, file: Path, measure: str = "rmse") -> N
         measure: Of `statistics.MEASURES`.
 
     Raises:
-        ValueError: No variant has a mixed model of that measure.
+        ValueError: No variant has tables that differ in that measure.
         OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure  # slow to import; without pyplot there is no backend to choose
@@ -89,7 +106,7 @@ def plot_power(statistics: pd.DataFrame, file: Path, measure: str = "rmse") -> N
 
     found = without_control(design_power(statistics), measure)
     if not len(found):
-        raise ValueError("power needs a variant with two tables and two cases of a table")
+        raise ValueError("power needs a variant with two tables that differ")
     variants, margin, unit = list(found["variant"].unique()), float(found["margin"].iloc[0]), found["unit"].iloc[0]
     least, most = min(found["detectable"].min(), margin) / 5, 2 * max(found["detectable"].max(), margin)
     changes = np.geomspace(least, most, 200)

@@ -167,7 +167,11 @@ def open_run(folder: Path, settings: dict[str, Any]) -> Iterator[Run]:
             differences = _differences(_shared(stored, settings), _shared(settings, stored))
         remove_unfinished(folder)
         if any("key" not in record for case in cases for record in case.variants):
-            cases, mended = _with_keys(folder, cases, stored), True
+            if stored is None:
+                raise ValueError(
+                    f"{folder} holds cases but no {SETTINGS} that says how they were run; choose another --out"
+                )
+            cases, mended = _with_keys(cases, stored), True
             _rename_retrofits(folder, stored)
         if mended:
             write_text(folder / CASES, "".join(case.line() + "\n" for case in cases))
@@ -187,7 +191,7 @@ def read_run(folder: Path) -> Run:
     if stored is None:
         raise ValueError(f"{folder} holds no run: it has no {SETTINGS}")
     cases, _ = _read_cases(folder / CASES)
-    return Run(folder, stored, _with_keys(folder, cases, stored), [])
+    return Run(folder, stored, _with_keys(cases, stored), [])
 
 
 def host_figures(record: dict[str, Any]) -> tuple[float, float]:
@@ -292,10 +296,8 @@ def _reason(error: Exception) -> str:
     return f"no {error}" if isinstance(error, KeyError) else str(error)
 
 
-def _with_keys(folder: Path, cases: list[CaseResult], stored: dict[str, Any] | None) -> list[CaseResult]:
-    """Take up the folder of an earlier version, whose one plan decided all of its cases."""
-    if stored is None:
-        raise ValueError(f"{folder} holds cases but no {SETTINGS} that says how they were run; choose another --out")
+def _with_keys(cases: list[CaseResult], stored: dict[str, Any]) -> list[CaseResult]:
+    """The cases of an earlier version's folder, whose one plan decided all of them."""
 
     def keyed(record: dict[str, Any]) -> dict[str, Any]:
         dataset, seed, label = (record[name] for name in ("dataset", "seed", "variant"))

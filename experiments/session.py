@@ -107,7 +107,9 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         _say_what_is_there(console, opened, len(plan.datasets) * plan.seeds)
         cases, failures = _run_missing(plan, opened, options.workers, client, names, console)
         rows = evaluate.case_rows(cases)
-        summary = report.make_summary(opened.settings, rows, [vars(failure) for failure in failures], options.margin)
+        with console.status("Testing what changed"):
+            failed = [vars(failure) for failure in failures]
+            summary = report.make_summary(opened.settings, rows, failed, options.margin)
         errors = _write_report(folder, summary, rows, options.json_file)
     if cases:
         changes = report.case_cells(rows, names)
@@ -115,7 +117,8 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
         console.print(report.notes(summary))
         for words in [*verdicts(summary["statistics"]), WHAT_A_VERDICT_SAYS, power_words(summary["power"])]:
-            console.print(words)
+            if words:
+                console.print(words)
     files = [name for name in (*REPORTS, CASES, SETTINGS) if (folder / name).exists()]
     console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
     if failures:

@@ -10,7 +10,8 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -82,7 +83,8 @@ def compare_variants(rows: pd.DataFrame, margin: float = MARGIN) -> pd.DataFrame
         - `model_mean`, `model_low`, `model_high`: mean and 95 % interval of a mixed model with a random effect of the
           table (REML; Student's t with tables - 1 degrees of freedom); `between_sd` and `within_sd`, its standard
           deviations of tables and of cases within a table;
-        - `wilcoxon_p`: of the signed-rank test over table means, two-sided;
+        - `table_sd`: the standard deviation of table means;
+        - `wilcoxon_p`: of the signed-rank test over them, two-sided;
         - `margin`; `equivalence_low`, `equivalence_high`: the 90 % t interval over table means; `equivalence_p`: of
           the two one-sided t tests (TOST) against the margin; `equivalence_p_holm`: corrected for the number of
           variants; `equivalent`: whether that is below `ALPHA`, None where it is not available;
@@ -116,23 +118,29 @@ def resampled_cases(tables: np.ndarray, resamples: int = RESAMPLES) -> np.ndarra
         (resamples, drawn): positions of cases. A resample has as many tables as there are, each with as many cases as
         it has; where tables differ in that, rows end in -1, which is no case. Always the same.
     """
-    rng = np.random.default_rng(0)
-    codes, names = pd.factorize(tables)
-    order, sizes = np.argsort(codes, kind="stable"), np.bincount(codes)
-    drawn = rng.integers(0, len(names), (resamples, len(names)))
-    within = np.floor(rng.random((resamples, len(names), sizes.max())) * sizes[drawn][..., None]).astype(int)
-    positions = order[(np.cumsum(sizes) - sizes)[drawn][..., None] + within]
-    positions[np.arange(sizes.max()) >= sizes[drawn][..., None]] = -1
-    return positions.reshape(resamples, -1)
+    return _resampled(tuple(pd.factorize(tables)[0].tolist()), resamples)
 
 
 def bootstrap_interval(
-    values: np.ndarray, tables: np.ndarray, statistic: Callable[..., Any] = np.nanmean
+    values: np.ndarray, tables: np.ndarray, statistic: Literal["mean", "median"] = "mean"
 ) -> tuple[float, float]:
     """The 95 % percentile interval of a statistic of (cases,) values, by `resampled_cases`."""
-    drawn = np.append(values, np.nan)[resampled_cases(tables)]
-    low, high = np.quantile(statistic(drawn, axis=1), [0.025, 0.975])
+    positions = resampled_cases(tables)
+    drawn = np.append(values, np.nan)[positions]
+    compute = getattr(np, f"nan{statistic}" if positions.min() < 0 else statistic)
+    low, high = np.quantile(compute(drawn, axis=1), [0.025, 0.975])
     return float(low), float(high)
+
+
+@lru_cache(maxsize=1)  # all measures of all variants have the same cases, as a rule
+def _resampled(codes: tuple[int, ...], resamples: int) -> np.ndarray:
+    rng, order, sizes = np.random.default_rng(0), np.argsort(codes, kind="stable"), np.bincount(codes)
+    drawn = rng.integers(0, len(sizes), (resamples, len(sizes)))
+    within = np.floor(rng.random((*drawn.shape, sizes.max())) * sizes[drawn][..., None]).astype(int)
+    positions = order[(np.cumsum(sizes) - sizes)[drawn][..., None] + within]
+    positions[np.arange(sizes.max()) >= sizes[drawn][..., None]] = -1
+    positions.flags.writeable = False
+    return positions.reshape(resamples, -1)
 
 
 def _changes(group: pd.DataFrame, name: str) -> pd.DataFrame | None:
@@ -149,7 +157,7 @@ def _changes(group: pd.DataFrame, name: str) -> pd.DataFrame | None:
 def _describe(changes: pd.DataFrame) -> dict[str, Any]:
     values, tables = changes["change"].to_numpy(), changes["dataset"].to_numpy()
     mean_low, mean_high = bootstrap_interval(values, tables)
-    median_low, median_high = bootstrap_interval(values, tables, np.nanmedian)
+    median_low, median_high = bootstrap_interval(values, tables, "median")
     largest = changes.loc[changes["change"].abs().idxmax()]
     return {
         "cases": len(values),
@@ -171,9 +179,11 @@ def _describe(changes: pd.DataFrame) -> dict[str, Any]:
 def _test(changes: pd.DataFrame, margin: float) -> dict[str, Any]:
     means = changes.groupby("dataset", sort=False)["change"].mean().to_numpy()
     missing = []
+    table_sd = float(means.std(ddof=1)) if len(means) > 1 else math.nan
     tested = dict.fromkeys(("wilcoxon_p", "equivalence_low", "equivalence_high", "equivalence_p"), math.nan)
     if not changes["change"].any():
-        return {**dict.fromkeys(_MODEL, math.nan), **tested, "margin": margin, "not_available": "no case changed"}
+        nothing = dict.fromkeys(_MODEL, math.nan)
+        return {**nothing, "table_sd": table_sd, **tested, "margin": margin, "not_available": "no case changed"}
     if len(means) < 2:
         missing.append("tests need two tables")
     elif not means.any():
@@ -189,7 +199,8 @@ def _test(changes: pd.DataFrame, margin: float) -> dict[str, Any]:
         else:
             missing.append("all tables changed alike, which leaves equivalence without a test")
     model, reason = fit_model(changes)
-    return {**model, **tested, "margin": margin, "not_available": "; ".join([*missing, *([reason] if reason else [])])}
+    reasons = "; ".join([*missing, *([reason] if reason else [])])
+    return {**model, "table_sd": table_sd, **tested, "margin": margin, "not_available": reasons}
 
 
 def fit_model(changes: pd.DataFrame) -> tuple[dict[str, float], str]:
@@ -219,7 +230,7 @@ def fit_model(changes: pd.DataFrame) -> tuple[dict[str, float], str]:
         return nothing, "the mixed model did not converge"
     half = float(stats.t.ppf(0.975, tables - 1)) * error
     deviations = (math.sqrt(max(0.0, between)), math.sqrt(within))
-    return dict(zip(_MODEL, [size * v for v in (mean, mean - half, mean + half, *deviations)], strict=True)), ""
+    return dict(zip(_MODEL, [float(size * v) for v in (mean, mean - half, mean + half, *deviations)], strict=True)), ""
 
 
 def _correct(table: pd.DataFrame) -> pd.DataFrame:

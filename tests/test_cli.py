@@ -353,6 +353,28 @@ def test_eval_and_again(tmp_path: Path, quick: None) -> None:
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
 
 
+def test_eval_with_another_margin_runs_nothing_again(tmp_path: Path, quick: None) -> None:
+    suite = "csv:good.csv#y,csv:good.csv#a"
+    command = f"{EVAL} --variant oa --seeds 2 --suite {suite} --out {tmp_path / 'run'}"
+    wide = oretrofit(f"{command} --margin 90")
+    assert wide.exit_code == 0, wide.output
+    said = " ".join(wide.stdout.split())
+    assert "equivalent, ±90 %" in said and "oa: equivalent on these 2 tables and this host within 90 % of RMSE" in said
+    assert "not of other hosts or other data, and not that nothing changed" in said
+    cases = (tmp_path / "run" / "cases.jsonl").read_bytes()
+    narrow = oretrofit(f"{command} --margin 0.0000001")
+    said = " ".join(narrow.stdout.split())
+    assert "4 of 4 cases are in" in said and "oa: not shown to be equivalent in RMSE" in said
+    assert (tmp_path / "run" / "cases.jsonl").read_bytes() == cases
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["margin"] == 1e-7
+    found = {(row["variant"], row["measure"]): row["equivalent"] for row in summary["statistics"]}
+    assert found["oa", "rmse"] is False and len(found) == 10
+    assert (tmp_path / "run" / "power.png").read_bytes()[:4] == b"\x89PNG"
+    table = (tmp_path / "run" / "table.md").read_text()
+    assert "## What the tests say" in table and "What could have been missed" in table
+
+
 def test_eval_says_what_of_a_folder_it_does_not_use(tmp_path: Path, quick: None) -> None:
     command = f"{EVAL} --variant identity --seeds 1 --suite csv:good.csv#y --out {tmp_path / 'run'}"
     assert oretrofit(command).exit_code == 0
@@ -553,7 +575,7 @@ def test_options_are_checked_before_torch_is_imported() -> None:
         *("patch --device tpu", "patch --delta 1", "patch --quantile -1", "patch --out missing/x", "patch --tables 0"),
         *("eval --variant o", "eval --suite maxi", "eval --suite csv:gone.csv#y", "eval --seeds 99999999999999999999"),
         *("eval --precision half", "eval --retrofit good.csv", "eval --max-rows 1", "eval --out good.csv"),
-        *("eval --workers 0", "eval --workers 2 --device cuda"),
+        *("eval --workers 0", "eval --workers 2 --device cuda", "eval --margin 0", "eval --margin nan"),
         *("frontier --variant o", "frontier --suite maxi", "frontier --plot x.svg", "frontier --json missing/x"),
         *("bench host --suite maxi", "bench host --host nowhere", "bench overhead --rows 0", "pretrain --steps 0"),
     ]

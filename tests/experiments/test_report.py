@@ -12,6 +12,7 @@ import pytest
 
 from oretrofit.experiments import report
 from oretrofit.experiments.datasets import BUNDLED_TARGETS
+from oretrofit.experiments.verdicts import verdicts
 from oretrofit.retrofit import files
 
 KEYS = {
@@ -150,6 +151,51 @@ def test_a_broken_host_is_named_and_its_mean_given_without_it(tmp_path: Path) ->
     only = report.make_summary(SETTINGS, made[:1])
     assert only["variants"]["oa"]["mean_rmse_delta_pct_without_broken"] is None
     assert ["  mean without †", "–"] in report.summary_cells(only)[1]
+
+
+def test_a_nearly_exact_host_is_named_and_its_mean_given_without_it(tmp_path: Path) -> None:
+    # 2 % of 100.5 is 2.01, above the host's 2.
+    made = pd.DataFrame(
+        [
+            record("a", 0, "oa", 30.0, target_sd=100.5),
+            record("a", 1, "oa", 1.0, target_sd=99.5),
+            record("b", 0, "oa", 3.0, target_sd=50.0),
+        ]
+    )
+    summary = report.make_summary(SETTINGS, made)
+    assert summary["sensitive"] == [{"dataset": "a", "seed": 0, "host_rmse": 2.0, "target_sd": 100.5}]
+    table = write(tmp_path, summary, made)
+    assert "|   mean without ‡ | +2.0000 |" in table
+    assert "| a | 0 | 20 + 10 x 3 | 2 ‡ | +30.0000 |" in table
+    assert "below 2 % of the target's standard deviation" in table and "a seed 0 (2, deviation 100)" in table
+    assert "‡" not in write(tmp_path, report.make_summary(SETTINGS, rows()), rows())
+    only = report.make_summary(SETTINGS, made[:1])
+    assert ["  mean without ‡", "–"] in report.summary_cells(only)[1]
+
+
+def test_verdicts_in_words() -> None:
+    """Three variants: one within half a percent, one that may be beyond, one that does nothing; tables a to e."""
+    levels = {"oa": 0.01, "full-o": 0.45, "closed": 0.0}
+    made = pd.DataFrame(
+        [
+            record(table, seed, variant, level * (1 + at / 10 + seed / 20), variant_nll=1 + level / 1000 * at)
+            for variant, level in levels.items()
+            for at, table in enumerate("abcde")
+            for seed in range(2)
+        ]
+    )
+    found = verdicts(report.make_summary(SETTINGS, made)["statistics"])
+    assert found == [
+        "oa: equivalent on these 5 tables and this host within 0.5 % of RMSE, 0.005 nats of NLL.",
+        "full-o: equivalent on these 5 tables and this host within 0.005 nats of NLL; "
+        "not shown to be equivalent in RMSE.",
+        "closed: no case changed in RMSE, NLL.",
+    ]
+    one = verdicts(report.make_summary(SETTINGS, made[:2])["statistics"])
+    assert one == [
+        "oa: not tested in RMSE (tests need two tables; a mixed model needs two tables and two cases of a table); "
+        "no case changed in NLL."
+    ]
 
 
 def test_records_of_earlier_versions_do_not_say_whether_the_host_is_broken() -> None:
