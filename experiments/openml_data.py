@@ -13,7 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from filelock import FileLock
+
 from ..retrofit.columns import Table
+from ..retrofit.files import write_text
 from .dataset_error import DatasetError
 
 # Suites by name: OpenML-CTR23 (Fischer et al., 2023); TabArena-v0.1 (Erickson et al., 2025), not all of it regression.
@@ -54,8 +57,10 @@ def regression_tasks(name: str, suite_id: int) -> list[str]:
     """
     try:
         with _client(name) as openml:
-            kept = Path(openml.config.get_cache_directory()) / "oretrofit-suites" / f"{suite_id}.json"
-            in_suite = openml.study.get_suite(suite_id).tasks or []
+            kept = Path(openml.config.get_cache_directory()) / f"oretrofit-suite-{suite_id}.json"
+            in_suite = openml.study.get_suite(suite_id).tasks
+            if not in_suite:
+                raise DatasetError(f"{name}: the suite has no tasks; check the id on openml.org")
             # Of any status: a suite keeps a dataset that was deactivated since.
             regression = openml.tasks.list_tasks(
                 openml.tasks.TaskType.SUPERVISED_REGRESSION, task_id=in_suite, status="all", output_format="dataframe"
@@ -68,9 +73,8 @@ def regression_tasks(name: str, suite_id: int) -> list[str]:
         return json.loads(kept.read_text())
     specs = [f"openml-task:{task}" for task in in_suite if task in found]
     if not specs:
-        raise DatasetError(f"{name}: the suite has {len(in_suite)} tasks, but none of regression; check the id")
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(specs))
+        raise DatasetError(f"{name}: none of the suite's {len(in_suite)} tasks is one of regression; check the id")
+    write_text(kept, json.dumps(specs))
     return specs
 
 
@@ -79,6 +83,8 @@ def _read(name: str, dataset_id: int) -> tuple[Table, str]:
         dataset = openml.datasets.get_dataset(dataset_id, download_data=True, **_NO_METADATA)
         try:
             frame = dataset.get_data()[0]
+        except MemoryError:
+            raise
         except Exception as error:  # pyarrow's, the ARFF reader's, pickle's
             folder = Path(openml.config.get_cache_directory()) / "datasets" / str(dataset_id)
             shutil.rmtree(folder, ignore_errors=True)
@@ -91,12 +97,18 @@ def _read(name: str, dataset_id: int) -> tuple[Table, str]:
 
 @contextmanager
 def _client(name: str) -> Iterator[ModuleType]:
-    """Give the OpenML client, and turn its failures into `DatasetError`."""
+    """Give the OpenML client, and turn its failures into `DatasetError`.
+
+    One process at a time: two that find a file missing in the cache would both write it.
+    """
     import openml  # slow, and only these specs need it
     import urllib3
 
+    cache = Path(openml.config.get_cache_directory())
+    cache.mkdir(parents=True, exist_ok=True)
     try:
-        yield openml
+        with FileLock(cache / "oretrofit.lock"):
+            yield openml
     except DatasetError:
         raise
     except Exception as error:  # the client also raises requests' and minio's errors, ValueError and plain Exception

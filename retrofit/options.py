@@ -84,7 +84,11 @@ Plot = Annotated[Path | None, _file("Also draw the tables (PNG).")]
 
 # Cases.
 Suite = Annotated[
-    str, typer.Option(help="mini, openml-suite:ID, or datasets joined by commas: a name, openml:ID, csv:FILE#target.")
+    str,
+    typer.Option(
+        help="mini, rdata, ctr23, tabarena, openml-suite:ID, or datasets joined by commas: a name, rdata:PACKAGE/ITEM, "
+        "openml:ID, openml-task:ID, csv:FILE#target."
+    ),
 ]
 Seeds = Annotated[int, typer.Option(help="Splits of each dataset, with the seeds 0 to N - 1.")]
 MaxRows = Annotated[int, typer.Option(help="Most train rows of a case; half as many test rows.")]
