@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from xml.parsers.expat import ExpatError
 
 from filelock import FileLock
 
 from ..retrofit.columns import Table
 from ..retrofit.files import write_text
-from .dataset_error import DatasetError
+from .dataset_error import DatasetError, Unavailable
 
 # Suites by name: OpenML-CTR23 (Fischer et al., 2023); TabArena-v0.1 (Erickson et al., 2025), not all of it regression.
 SUITES = {"ctr23": 353, "tabarena": 457}
@@ -25,10 +26,6 @@ SUITES = {"ctr23": 353, "tabarena": 457}
 # No metadata of features: where a cache lacks it and the network is down, asking for it makes the client delete the
 # dataset's cache.
 _NO_METADATA = {"download_qualities": False, "download_features_meta_data": False}
-
-
-class _Unreachable(DatasetError):
-    pass
 
 
 def read_openml_dataset(name: str, dataset_id: int) -> tuple[Table, str]:
@@ -66,7 +63,7 @@ def regression_tasks(name: str, suite_id: int) -> list[str]:
                 openml.tasks.TaskType.SUPERVISED_REGRESSION, task_id=in_suite, status="all", output_format="dataframe"
             )
             found = set(regression.get("tid", ()))
-    except _Unreachable:
+    except Unavailable:
         if not kept.exists():
             raise
         warnings.warn(f"{name}: OpenML could not be reached; the suite is as it was when last asked for", stacklevel=2)
@@ -88,7 +85,7 @@ def _read(name: str, dataset_id: int) -> tuple[Table, str]:
         except Exception as error:  # pyarrow's, the ARFF reader's, pickle's
             folder = Path(openml.config.get_cache_directory()) / "datasets" / str(dataset_id)
             shutil.rmtree(folder, ignore_errors=True)
-            raise DatasetError(
+            raise Unavailable(
                 f"{name}: the file of dataset {dataset_id} cannot be read ({_cause(error)}). It was removed from the "
                 f"cache ({folder}): run again to fetch it anew; if that does not help, OpenML's file is damaged"
             ) from error
@@ -113,14 +110,20 @@ def _client(name: str) -> Iterator[ModuleType]:
         raise
     except Exception as error:  # the client also raises requests' and minio's errors, ValueError and plain Exception
         answered = isinstance(error, openml.exceptions.OpenMLServerException)
-        lost = (OSError, openml.exceptions.OpenMLServerError, urllib3.exceptions.HTTPError)
+        lost = (
+            OSError,
+            ExpatError,  # an XML answer that breaks off
+            urllib3.exceptions.HTTPError,
+            openml.exceptions.OpenMLServerError,
+            openml.exceptions.OpenMLHashException,
+        )
         if answered or not isinstance(error, lost):
             raise DatasetError(
-                f"{name}: OpenML gave no usable data ({_cause(error)}); check the id on openml.org, or try again later"
+                f"{name}: OpenML gave no usable data ({_cause(error)}); check the id on openml.org"
             ) from error
-        raise _Unreachable(
-            f"{name}: OpenML could not be reached ({_cause(error)}). What is in the cache "
-            f"({openml.config.get_cache_directory()}) works offline; the bundled suite mini needs no network"
+        raise Unavailable(
+            f"{name}: OpenML could not be reached, or its answer is damaged ({_cause(error)}). Try again later; what "
+            f"is in the cache ({cache}) works offline, and the bundled suite mini needs no network"
         ) from error
 
 

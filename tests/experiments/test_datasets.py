@@ -239,7 +239,7 @@ def test_openml_offline_says_what_still_works(
         with pytest.raises(DatasetError, match=f"^{spec}: OpenML could not be reached") as raised:
             read(spec)
         assert str(tmp_path) in str(raised.value)
-        assert "works offline; the bundled suite mini needs no network" in str(raised.value)
+        assert "works offline, and the bundled suite mini needs no network" in str(raised.value)
         assert raised.value.__cause__ is error
 
 
