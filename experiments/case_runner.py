@@ -18,6 +18,7 @@ from ..retrofit.api import Retrofit
 from ..retrofit.check import compare, synthetic_cases
 from ..retrofit.hosts import Host
 from ..retrofit.options import without_advice
+from .dataset_error import Unavailable
 from .datasets import Dataset, load_dataset, make_case
 from .distribution import coverage, score
 from .memory import peak_mb, reset_peak
@@ -178,7 +179,7 @@ class _Answer:
 def _may_pass(error: BaseException | None) -> bool:
     """Whether a case that failed so might run another time, to go by the error and its causes."""
     while error is not None:
-        if isinstance(error, (OSError, MemoryError)) or type(error).__module__.startswith("openml."):
+        if isinstance(error, (OSError, MemoryError, Unavailable)) or type(error).__module__.startswith("openml."):
             return True
         if "out of memory" in str(error).lower() or "allocate memory" in str(error):  # torch's and TabPFN's
             return True

@@ -12,9 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from xml.parsers.expat import ExpatError
+
+from filelock import FileLock
 
 from ..retrofit.columns import Table
-from .dataset_error import DatasetError
+from ..retrofit.files import write_text
+from .dataset_error import DatasetError, Unavailable
 
 # Suites by name: OpenML-CTR23 (Fischer et al., 2023); TabArena-v0.1 (Erickson et al., 2025), not all of it regression.
 SUITES = {"ctr23": 353, "tabarena": 457}
@@ -22,10 +26,6 @@ SUITES = {"ctr23": 353, "tabarena": 457}
 # No metadata of features: where a cache lacks it and the network is down, asking for it makes the client delete the
 # dataset's cache.
 _NO_METADATA = {"download_qualities": False, "download_features_meta_data": False}
-
-
-class _Unreachable(DatasetError):
-    pass
 
 
 def read_openml_dataset(name: str, dataset_id: int) -> tuple[Table, str]:
@@ -54,23 +54,24 @@ def regression_tasks(name: str, suite_id: int) -> list[str]:
     """
     try:
         with _client(name) as openml:
-            kept = Path(openml.config.get_cache_directory()) / "oretrofit-suites" / f"{suite_id}.json"
-            in_suite = openml.study.get_suite(suite_id).tasks or []
+            kept = Path(openml.config.get_cache_directory()) / f"oretrofit-suite-{suite_id}.json"
+            in_suite = openml.study.get_suite(suite_id).tasks
+            if not in_suite:
+                raise DatasetError(f"{name}: the suite has no tasks; check the id on openml.org")
             # Of any status: a suite keeps a dataset that was deactivated since.
             regression = openml.tasks.list_tasks(
                 openml.tasks.TaskType.SUPERVISED_REGRESSION, task_id=in_suite, status="all", output_format="dataframe"
             )
             found = set(regression.get("tid", ()))
-    except _Unreachable:
+    except Unavailable:
         if not kept.exists():
             raise
         warnings.warn(f"{name}: OpenML could not be reached; the suite is as it was when last asked for", stacklevel=2)
         return json.loads(kept.read_text())
     specs = [f"openml-task:{task}" for task in in_suite if task in found]
     if not specs:
-        raise DatasetError(f"{name}: the suite has {len(in_suite)} tasks, but none of regression; check the id")
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps(specs))
+        raise DatasetError(f"{name}: none of the suite's {len(in_suite)} tasks is one of regression; check the id")
+    write_text(kept, json.dumps(specs))
     return specs
 
 
@@ -79,10 +80,12 @@ def _read(name: str, dataset_id: int) -> tuple[Table, str]:
         dataset = openml.datasets.get_dataset(dataset_id, download_data=True, **_NO_METADATA)
         try:
             frame = dataset.get_data()[0]
+        except MemoryError:
+            raise
         except Exception as error:  # pyarrow's, the ARFF reader's, pickle's
             folder = Path(openml.config.get_cache_directory()) / "datasets" / str(dataset_id)
             shutil.rmtree(folder, ignore_errors=True)
-            raise DatasetError(
+            raise Unavailable(
                 f"{name}: the file of dataset {dataset_id} cannot be read ({_cause(error)}). It was removed from the "
                 f"cache ({folder}): run again to fetch it anew; if that does not help, OpenML's file is damaged"
             ) from error
@@ -91,24 +94,36 @@ def _read(name: str, dataset_id: int) -> tuple[Table, str]:
 
 @contextmanager
 def _client(name: str) -> Iterator[ModuleType]:
-    """Give the OpenML client, and turn its failures into `DatasetError`."""
+    """Give the OpenML client, and turn its failures into `DatasetError`.
+
+    One process at a time: two that find a file missing in the cache would both write it.
+    """
     import openml  # slow, and only these specs need it
     import urllib3
 
+    cache = Path(openml.config.get_cache_directory())
+    cache.mkdir(parents=True, exist_ok=True)
     try:
-        yield openml
+        with FileLock(cache / "oretrofit.lock"):
+            yield openml
     except DatasetError:
         raise
     except Exception as error:  # the client also raises requests' and minio's errors, ValueError and plain Exception
         answered = isinstance(error, openml.exceptions.OpenMLServerException)
-        lost = (OSError, openml.exceptions.OpenMLServerError, urllib3.exceptions.HTTPError)
+        lost = (
+            OSError,
+            ExpatError,  # an XML answer that breaks off
+            urllib3.exceptions.HTTPError,
+            openml.exceptions.OpenMLServerError,
+            openml.exceptions.OpenMLHashException,
+        )
         if answered or not isinstance(error, lost):
             raise DatasetError(
-                f"{name}: OpenML gave no usable data ({_cause(error)}); check the id on openml.org, or try again later"
+                f"{name}: OpenML gave no usable data ({_cause(error)}); check the id on openml.org"
             ) from error
-        raise _Unreachable(
-            f"{name}: OpenML could not be reached ({_cause(error)}). What is in the cache "
-            f"({openml.config.get_cache_directory()}) works offline; the bundled suite mini needs no network"
+        raise Unavailable(
+            f"{name}: OpenML could not be reached, or its answer is damaged ({_cause(error)}). Try again later; what "
+            f"is in the cache ({cache}) works offline, and the bundled suite mini needs no network"
         ) from error
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -54,7 +53,7 @@ def check_rdata(name: str) -> ModuleType:
         ) from error
 
 
-def read_rdata(spec: str) -> tuple[Table, Hashable]:
+def read_rdata(spec: str) -> tuple[Table, str]:
     """A table of the suite, without the columns and rows that the rule drops, and the name of its target."""
     listed = tables().loc[spec]
     frame = check_rdata(spec).data(listed["package"], listed["item"])
