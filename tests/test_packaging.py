@@ -17,6 +17,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("patches", "calibration", "retrofit", "experiments")
+LEFT = (".git", ".venv", ".*_cache", ".hypothesis", "build", "dist", "runs", "*.egg-info", "__pycache__")
 if sys.version_info >= (3, 11):
     import tomllib
 else:
