@@ -156,11 +156,6 @@ def check_tau(tau: float, what: str = "tau") -> None:
         raise ValueError(f"{what} must be a positive number within float32, not {tau!r}")
 
 
-def model_taus(model: nn.Module) -> dict[str, float]:
-    """tau of each site of a patched model, by name; empty for a host."""
-    return {name: vars(module)["tau"] for name, module in model.named_modules() if "tau" in vars(module)}
-
-
 def unpatch(model: nn.Module) -> None:
     """Give every module of a patched model its host class back, and take away what the patch left on it.
 

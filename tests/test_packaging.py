@@ -103,8 +103,8 @@ def test_the_workflow_runs_what_is_promised() -> None:
 def test_the_hooks_are_the_linters_of_make_lint() -> None:
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     lint = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
-    hooks = [hook["entry"] for hook in repository["hooks"]]
-    assert [re.search(r"\.venv/bin/(\S+ \S+)", hook)[1] for hook in hooks] == re.findall(r"\$\(BIN\)/(\S+ \S+)", lint)
+    hooks = " ".join(hook["entry"] for hook in repository["hooks"])
+    assert re.findall(r"\.venv/bin/(\S+ \S+)", hooks) == re.findall(r"\$\(BIN\)/(\S+ \S+)", lint)
 
 
 def test_importing_the_package_or_the_command_line_does_not_import_torch() -> None:

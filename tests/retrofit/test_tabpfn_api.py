@@ -10,7 +10,7 @@ import pytest
 from oretrofit import TabPFNDriftError, patches
 from oretrofit.patches.architectures import HOST_SPECS
 from oretrofit.retrofit import tabpfn_api
-from oretrofit.retrofit.patcher import carriers, model_taus, patch_model
+from oretrofit.retrofit.patcher import carriers, patch_model
 
 OF_HOSTS = {name: fingerprint for spec in HOST_SPECS for name, fingerprint in spec.sources.items()}
 KNOWN = tabpfn_api.SOURCES | OF_HOSTS
@@ -34,7 +34,7 @@ def patched(host):
     """A copy of the host's model with the variant `oa`, and what tells whether it was touched since."""
     model = host.specs.model
     patch_model(model, "oa", dict.fromkeys(carriers(model, "oa"), 1e-3))
-    return model, lambda: ([type(module) for module in model.modules()], model_taus(model))
+    return model, lambda: [(type(module), vars(module).get("tau")) for module in model.modules()]
 
 
 def patch_closed(model):
