@@ -184,7 +184,7 @@ def die_in_a_line(file: Path, line: str) -> None:
     die()
 
 
-SAVE = np.savez_compressed
+SAVE: Any = np.savez_compressed
 WRITERS = (
     (predictions.np, "savez_compressed", die_in_predictions),
     (runs, "append_line", die_in_a_line),

@@ -331,7 +331,7 @@ def test_an_ended_run_leaves_no_process_and_goes_on(
     ) as process:
         os.close(write_end)
         assert process.stdout is not None
-        assert "host RMSE" in process.stdout.readline()
+        assert any("host RMSE" in line for line in iter(process.stdout.readline, ""))
         if how is signal.SIGKILL:
             process.kill()
         else:
@@ -376,9 +376,9 @@ def test_the_command_goes_on_without_a_killed_process(
     host_file: Path, tables: list[str], one_by_one: dict[int, list[str]], tmp_path: Path, in_processes
 ) -> None:
     in_processes(lambda seed: os.kill(os.getpid(), signal.SIGKILL) if seed == 1 else time.sleep(1))
-    with pytest.warns(UserWarning, match="a process was killed"):
-        result = CliRunner().invoke(cli.app, command(host_file, tables, tmp_path, 2, seeds=SEEDS))
+    result = CliRunner().invoke(cli.app, command(host_file, tables, tmp_path, 2, seeds=SEEDS))
     assert result.exit_code == 0, result.output
+    assert "a process was killed" in result.stderr
     assert read(tmp_path) == one_by_one
 
 
