@@ -1,11 +1,15 @@
 """Forecast a panel of monthly series of unequal length, each from its own past, in shared forward passes.
 
-Run it as `python examples/panel.py`, where oretrofit is installed; it prints the forecasts' error and draws six of
-them in panel.png.
+    python examples/panel.py                        # prints the forecasts' error; half a minute
+    python examples/panel.py --plot forecasts.png   # and draws six of them
+
+The series are made up.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +68,10 @@ def plot(train: pd.DataFrame, test: pd.DataFrame, forecast: pd.DataFrame, file: 
 
 def main() -> None:
     """Forecast, compare with last year's values, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw six of the series (PNG)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is printed")
+    given = parser.parse_args()
     panel = add_features(draw_panel(np.random.default_rng(0)))
     ahead = panel.groupby("shop").cumcount(ascending=False) < HORIZON
     train, test = panel[~ahead], panel[ahead]
@@ -73,12 +81,19 @@ def main() -> None:
         train, test, target="sales", by="shop", output_type="quantiles", quantiles=QUANTILES, return_report=True
     )
 
-    print(f"{report.tables} series, {report.batches} forward passes, {report.padding:.0%} padding")
-    error = (forecast[0.5] - test["sales"]).abs().mean()
-    naive = (test["year_ago"] - test["sales"]).abs().mean()
-    within = test["sales"].between(forecast[0.1], forecast[0.9]).mean()
-    print(f"mean absolute error: {error:.2f}, of last year's values: {naive:.2f}; {within:.0%} within the 80 % bands")
-    plot(train, test, forecast, Path(__file__).with_suffix(".png"))
+    found = {
+        "series": report.tables,
+        "forward passes": report.batches,
+        "padding": report.padding,
+        "mean absolute error": float((forecast[0.5] - test["sales"]).abs().mean()),
+        "of last year's values": float((test["year_ago"] - test["sales"]).abs().mean()),
+        "within the 80 % bands": float(test["sales"].between(forecast[0.1], forecast[0.9]).mean()),
+    }
+    print("\n".join(f"{name}: {value:.3g}" for name, value in found.items()))
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.plot:
+        plot(train, test, forecast, given.plot)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,329 @@
+"""The pages that quote `results/`: docs/results.md from its template, and the README's table between its markers.
+
+    python -m oretrofit.experiments.results_page            # writes them
+    python -m oretrofit.experiments.results_page --check    # exit code 1 if one differs from what the files say
+
+What the template calls is here: each function reads a file of `results/` and returns Markdown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from ..patches.tabpfn_v3_host import TABPFN_V3
+from ..retrofit.files import write_text
+from . import audit_report, frontier, runs
+from .report import _markdown_table as markdown_table
+from .report import make_summary, notes, percent, summary_cells
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results"
+PAGE, TEMPLATE, README = "docs/results.md", "docs/results.md.jinja", "README.md"
+
+# The evaluations of the README's table: the larger suite, where it was run.
+MAIN, LARGER, CLOSED = "eval-float32", "eval-rdata-float32", "eval-closed"
+
+_MARKED = re.compile(r"(<!-- results: begin -->\n).*?(<!-- results: end -->)", re.DOTALL)
+_STRIP = 30  # places on either side of 0 in the README's figure
+
+
+def pages() -> dict[str, str]:
+    """Path -> text of each page as `results/` has it."""
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True)
+    environment.globals |= {
+        name: value
+        for name, value in globals().items()
+        if callable(value) and getattr(value, "__module__", "") == __name__
+    }
+    environment.filters |= {"pct": percent, "g": lambda value, digits=2: f"{value:.{digits}g}"}
+    template = environment.from_string((ROOT / TEMPLATE).read_text(encoding="utf-8"))
+    readme = (ROOT / README).read_text(encoding="utf-8")
+    marked = _MARKED.sub(lambda found: f"{found[1]}{readme_results()}\n{found[2]}", readme)
+    return {PAGE: template.render(), README: marked}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the pages, or with `--check` only say which of them differ."""
+    written = {path: (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else "" for path in (PAGE, README)}
+    differing = {path: text for path, text in pages().items() if text != written[path]}
+    if "--check" in arguments:
+        for path in differing:
+            print(f"{path} does not say what results/ says; `make pages` writes it anew", file=sys.stderr)
+        return bool(differing)
+    for path, text in differing.items():
+        write_text(ROOT / path, text)
+    return 0
+
+
+# ---- What is there ------------------------------------------------------------------------------
+
+
+def has(name: str) -> bool:
+    """Whether `results/` holds a file or folder."""
+    return (RESULTS / name).exists()
+
+
+def read(name: str) -> Any:
+    """The content of a JSON file of `results/`."""
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
+
+
+def _frame(name: str) -> pd.DataFrame:
+    return pd.DataFrame(read(name))
+
+
+# ---- Evaluations --------------------------------------------------------------------------------
+
+
+def evaluation(name: str) -> SimpleNamespace:
+    """An evaluation's `settings`, `rows` (as of `evaluate.case_rows`), `summary`, `table` and `notes`."""
+    settings = read(f"{name}/{runs.SETTINGS}")
+    lines = (RESULTS / name / runs.CASES).read_text(encoding="utf-8").splitlines()
+    rows = pd.DataFrame([record for line in lines for record in json.loads(line)["variants"]])
+    planned = {"dataset": settings["datasets"], "seed": settings["seeds"], "variant": list(settings["variants"])}
+    for column, values in planned.items():
+        rows = rows[rows[column].isin(values)]
+    rows = rows.drop_duplicates(list(planned), keep="last")
+    summary = make_summary(settings, rows, read(f"{name}/summary.json").get("failed", []))
+    return SimpleNamespace(
+        settings=settings,
+        rows=rows,
+        summary=summary,
+        variants=summary["variants"],
+        table=markdown_table(*summary_cells(summary)),
+        notes=notes(summary).replace("*", "\\*"),
+    )
+
+
+def conditions(name: str) -> str:
+    """On which host, how many tables, and how an evaluation ran, in a sentence."""
+    settings = read(f"{name}/{runs.SETTINGS}")
+    versions = settings["versions"]
+    used = settings["precision_used"]
+    precision = used if settings["precision"] == used else f"{settings['precision']} ({used})"
+    return (
+        f"{host_name(settings['host']['name'])}, {len(settings['datasets'])} tables with {len(settings['seeds'])} "
+        f"random splits each, at most {settings['max_train_rows']:,} train and {settings['max_test_rows']:,} test rows; "
+        f"precision {precision}, {settings['gpu'] or settings['device'].upper()}, torch {versions['torch']}, "
+        f"tabpfn {versions['tabpfn']}."
+    )
+
+
+def host_name(name: str | None) -> str:
+    """A host in words, so that no figure of the bundled one is read as TabPFN's."""
+    known = {
+        "small": "The bundled small host (trained by this project; *not* Prior Labs' model)",
+        "random-v3": "The full-size v3 network with random weights",
+        "v3": "Prior Labs' v3 regressor",
+    }
+    return known.get(name or "", f"The host `{name}`")
+
+
+def other_evaluations(named: Sequence[str]) -> list[str]:
+    """Evaluations in `results/` beside the named ones."""
+    found = (path.parent.name for path in RESULTS.glob(f"eval-*/{runs.SETTINGS}"))
+    return sorted(set(found) - set(named))
+
+
+# ---- The README ---------------------------------------------------------------------------------
+
+
+def readme_results() -> str:
+    """The README's table and figure, and where they are from."""
+    name = LARGER if has(LARGER) else MAIN
+    main = evaluation(name)
+    variants, rows = dict(main.variants), [main.rows]
+    if "closed" not in variants and name == MAIN:  # the same cases in a run of their own
+        closed = evaluation(CLOSED)
+        variants["closed"] = closed.variants["closed"]
+        rows.append(closed.rows[closed.rows["variant"] == "closed"])
+    header = ["variant", "cases", "mean change, %", "95 % CI", "largest, %", "wins : losses"]
+    cells = [
+        [
+            f"`{variant}`",
+            str(s["cases"]),
+            percent(s["mean_rmse_delta_pct"]),
+            " to ".join(map(percent, s["ci95_pct"])),
+            percent(s["largest_rmse_delta_pct"]),
+            f"{s['wins']} : {s['losses']}",
+        ]
+        for variant, s in variants.items()
+    ]
+    figure = "\n".join(strip(pd.concat(rows)))
+    return f"{conditions(name)}\n\n{markdown_table(header, cells)}\n\n```text\n{figure}\n```"
+
+
+def strip(rows: pd.DataFrame) -> Iterator[str]:
+    """A figure of characters: for each variant how many cases changed by how much; the first line is its scale."""
+    reach = max(rows["rmse_delta_pct"].abs().max(), 1e-9)
+    yield f"{'':10}{-reach:<+{_STRIP}.2f}0{reach:>+{_STRIP}.2f} %"
+    for variant, group in rows.groupby("variant", sort=False):
+        counts = (group["rmse_delta_pct"] / reach * _STRIP).round().astype(int).value_counts()
+        places = [counts.get(place, 0) for place in range(-_STRIP, _STRIP + 1)]
+        line = "".join("·" if not count else str(count) if count < 10 else "#" for count in places)
+        yield f"{variant!s:10}{line}"
+
+
+# ---- The other files ----------------------------------------------------------------------------
+
+
+def frontier_table() -> str:
+    """Every variant's row at each delta."""
+    rows, cells = _frame("frontier.json"), []
+    for variant, group in rows.groupby("variant", sort=False):
+        header, found = frontier.delta_cells(group)
+        cells += [[f"`{variant}`", *row] for row in found]
+    return markdown_table(["variant", *header], cells)
+
+
+def at_delta(name: str, delta: float) -> str:
+    """Each variant's mean change at a delta, in words."""
+    rows = _frame(name)
+    chosen = rows[rows["delta"] == delta]
+    return ", ".join(f"{percent(row.mean_rmse_delta_pct)} % (`{row.variant}`)" for row in chosen.itertuples())
+
+
+def equality_table() -> str:
+    """How far ragged answers are from those one by one."""
+    columns = {f"{who}_{what}": f"{who}, {what}" for who in ("closed", "host") for what in ("median", "worst")}
+    rows = _frame("ragged-equality.json").set_index("quantity").drop("spread of means")
+    cells = [[str(name), *(f"{row[column]:.1e}" for column in columns)] for name, row in rows.iterrows()]
+    return markdown_table(["", *columns.values()], cells)
+
+
+def ragged_table(*names: str) -> str:
+    """Many small tables by each method."""
+    header = ["host", "tables", "method", "tables / s", "time / ragged", "peak memory, MiB"]
+    header += ["preprocessing, s", "forward, s", "decoding, s", "passes", "padding"]
+    cells = []
+    for found in map(read, names):
+        settings = found["settings"]
+        for method, m in found.items():
+            if method == "settings":
+                continue
+            seconds = m["seconds"]
+            cells.append(
+                [
+                    *(settings["host"], str(settings["tables"]), method.replace("_", " ")),
+                    *(f"{m['tables_per_second']:.3g}", f"{m['ragged_speedup']:.2f}", f"{m['peak_pss_mb']:.0f}"),
+                    *(f"{seconds[stage]:.1f}" for stage in ("preprocessing", "forward", "decoding")),
+                    *(f"{m['passes']:,}", f"{m['padding']:.1%}"),
+                ]
+            )
+    return markdown_table(header, cells)
+
+
+def overhead_table() -> str:
+    """What a forward pass of a variant takes."""
+    rows = _frame("overhead.json").itertuples()
+    cells = [[f"`{r.variant}`", f"{r.ratio:.3f}", f"{r.host_seconds:.2f}", f"{r.variant_seconds:.2f}"] for r in rows]
+    return markdown_table(["variant", "time, variant / host", "host, s", "variant, s"], cells)
+
+
+def contracts_table() -> str:
+    """Each operator's largest error, and share of its bound, against the formula; and beside torch's own kernels."""
+    rows = _frame("contracts.json")
+    formula = rows[rows["property"].str.startswith("formula") | (rows["property"] == "random draws")]
+    largest = formula.groupby(["operator", "dtype"], sort=False)[["max_error", "ratio"]].max()
+    draws = rows[(rows["property"] == "random draws") & (rows["dtype"] == "fp32")].set_index("operator")
+    dtypes = list(rows["dtype"].unique())
+    cells = []
+    for operator in rows["operator"].unique():
+        errors = (largest.loc[(operator, dtype)] for dtype in dtypes)
+        stock = draws.loc[operator]
+        cells.append(
+            [
+                f"`{operator}`",
+                *(f"{error['max_error']:.1e}, {100 * error['ratio']:.0f} %" for error in errors),
+                f"{stock['stock_ratio_median']:.2f}, {stock['stock_ratio_max']:.2f}",
+            ]
+        )
+    return markdown_table(["operator", *dtypes, "ours / torch's, fp32"], cells)
+
+
+def contracts_rows() -> SimpleNamespace:
+    """How many rows there are that can fail, how many did, and how often a null source changed no bit."""
+    rows = _frame("contracts.json")
+    judged = rows[rows["passed"].notna()]
+    chosen = judged[(judged["operator"] == "oattention") & (judged["dtype"] == "fp32")].set_index("property")
+    behind = chosen.loc["null source at end"]
+    return SimpleNamespace(
+        judged=len(judged),
+        failed=int((judged["passed"] == False).sum()),  # noqa: E712 - a column of objects
+        same=int(behind["bit_equal"]),
+        of=int(behind["cases"]),
+    )
+
+
+def anchors_table() -> str:
+    """OAttention's error at two sizes, beside torch's own attention's."""
+    rows = _frame("contracts.json")
+    rows = rows[rows["property"].str.startswith("anchor")]
+    kinds = rows["property"].str.removeprefix("anchor ").str.split(" against ", expand=True)
+    rows = rows.assign(size=kinds[0], against=kinds[1].where(kinds[1] == "float64", "the same precision"))
+    cells = []
+    for (size, dtype), group in rows.groupby(["size", "dtype"], sort=False):
+        errors = group.set_index("against")
+        pairs = [errors.loc[against] for against in ("float64", "the same precision")]
+        cells.append([f"{size}, {dtype}", *(f"{e['max_error']:.1e} / {e['stock_error']:.1e}" for e in pairs)])
+    return markdown_table(["(B,H,S,J,D), dtype", "against float64", "against the formula in the same precision"], cells)
+
+
+def anchor_range() -> str:
+    """The smallest and the largest of OAttention's float32 errors at those sizes."""
+    rows = _frame("contracts.json")
+    errors = rows[rows["property"].str.startswith("anchor") & (rows["dtype"] == "fp32")]["max_error"]
+    return f"{errors.min():.1e} to {errors.max():.1e}"
+
+
+def ablation_table() -> str:
+    """Where an inserted zero wakes up."""
+    rows = _frame("ablation/table.json").set_index(["host", "block", "sublayer"])
+    hosts = {"standard": "standard", "oa-only": "OA-only", "otransformer": "OTransformer"}
+    header = ["after", *(f"{title}: {what}" for title in hosts.values() for what in ("shift", "norm"))]
+    cells = []
+    for block, sublayer in rows.loc["standard"].index:
+        name = {"attention": f"attention {block}", "ffn": f"FFN {block}"}.get(sublayer, sublayer)
+        found = [rows.loc[(host, block, sublayer)] for host in hosts]
+        figures = [f"{row['median_shift']:.2g} ({row['max_shift']:.2g}), {row['median_null_norm']:.2g}" for row in found]
+        cells.append([name, *(figure for pair in figures for figure in pair.split(", "))])
+    return markdown_table(header, cells)
+
+
+def ablation_end(host: str) -> dict[str, float]:
+    """The last row of a host of the ablation."""
+    rows = _frame("ablation/table.json")
+    return rows[rows["host"] == host].iloc[-1].to_dict()
+
+
+def audit_table() -> str:
+    """How far NULLs in the input move live predictions."""
+    header, cells = audit_report.summary_cells(read("audit.json"))
+    return markdown_table(header, cells)
+
+
+def leaks_list() -> str:
+    """Which parts leak, in which variants."""
+    found = audit_report.leak_rows(read("audit.json"), TABPFN_V3)
+    parts = [[f"In {names}:", "", *(f"- `{at}`: {what}" for at, what in rows)] for names, rows in found.items() if rows]
+    return "\n\n".join("\n".join(lines) for lines in parts)
+
+
+def baselines_table() -> str:
+    """The bundled host beside ridge regression and a random forest."""
+    rows = _frame("host.json")
+    cells = [[r.dataset, *(f"{e:.3f}" for e in (r.ridge, r.random_forest, r.host))] for r in rows.itertuples()]
+    return markdown_table(["table", "ridge", "random forest (200 trees)", "bundled host"], cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
