@@ -1,10 +1,12 @@
 """Retrofit a pretrained TabPFN v3 regressor so that zero-vector tokens are inert.
 
-    from tabpfn import TabPFNRegressor
-    import oretrofit
+```python
+from tabpfn import TabPFNRegressor
+import oretrofit
 
-    retrofit = oretrofit.patch("small", variant="full-o")
-    regressor = TabPFNRegressor(model_path=retrofit.specs)
+retrofit = oretrofit.patch("small", variant="full-o")
+regressor = TabPFNRegressor(model_path=retrofit.specs)
+```
 
 `patch` returns a `Retrofit`, `Retrofit.save` writes it to a small JSON file, and `load` reads that.
 `RetrofitRegressor` does all of it as scikit-learn has it, from parameters that are plain. A retrofit of

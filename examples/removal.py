@@ -149,7 +149,12 @@ def compare(table: str, *, rows: int, explained: int, members: int, permutations
     ]
     difference = max(float(np.abs(values["removal"][S] - values["refit"][S]).max()) for S in coalitions)
     return {
-        "settings": {"table": table, "train rows": len(case.X_train), "test rows": len(case.X_test), "members": members},
+        "settings": {
+            "table": table,
+            "train rows": len(case.X_train),
+            "test rows": len(case.X_test),
+            "members": members,
+        },
         "coalitions": len(coalitions),
         "seconds": {name: float(np.median(took)) for name, took in seconds.items()},
         "rounds": rounds,
@@ -194,13 +199,14 @@ def main() -> None:
         file.write_text(json.dumps(found, indent=1) + "\n")
     features = pd.DataFrame(found["features"]).set_index("feature")
     for title, prefix in (("Mean size of the Shapley values", "shapley, "), ("RMSE without it", "error without it, ")):
-        part = features.loc[:, features.columns.str.startswith(prefix)].rename(columns=lambda c: c.removeprefix(prefix))
+        part = features.loc[:, features.columns.str.startswith(prefix)]
+        part.columns = part.columns.str.removeprefix(prefix)
         print(f"{title}\n{part.sort_values('removal', ascending=False).round(2).to_string()}\n")
     copy = found["copy"]
     print(f"RMSE with all columns: {found['error with all']:.2f}")
     print(
-        f"With a copy of {copy['feature']}, leaving one of the two out: {copy['removal, both']:.2f} to "
-        f"{copy['removal, one']:.2f} by removal, {copy['fill mean, both']:.2f} to {copy['fill mean, one']:.2f} by filling"
+        f"With a copy of {copy['feature']}: {copy['removal, both']:.2f}; leaving one of the two out: "
+        f"{copy['removal, one']:.2f} by removal, {copy['fill mean, one']:.2f} by filling"
     )
     print(f"removal and refit differ by {found['largest difference of removal and refit, sd']:.1e} standard deviations")
     print(f"{found['coalitions']} coalitions, seconds:", {k: round(v, 1) for k, v in found["seconds"].items()})

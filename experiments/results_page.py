@@ -29,10 +29,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 PAGE, TEMPLATE, README = "docs/results.md", "docs/results.md.jinja", "README.md"
 
+# How fast many small tables are predicted, with the small host and with one of full size.
+RAGGED = ("ragged-small-200.json", "ragged-random-v3-40.json")
+
 # The evaluations of the README's table: the larger suite, where it was run.
 MAIN, LARGER, CLOSED = "eval-float32", "eval-rdata-float32", "eval-closed"
 
-_MARKED = re.compile(r"(<!-- results: begin -->\n).*?(<!-- results: end -->)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (\w+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
 _STRIP = 30  # places on either side of 0 in the README's figure
 
 
@@ -47,13 +50,16 @@ def pages() -> dict[str, str]:
     environment.filters |= {"pct": percent, "g": lambda value, digits=2: f"{value:.{digits}g}"}
     template = environment.from_string((ROOT / TEMPLATE).read_text(encoding="utf-8"))
     readme = (ROOT / README).read_text(encoding="utf-8")
-    marked = _MARKED.sub(lambda found: f"{found[1]}{readme_results()}\n{found[2]}", readme)
+    parts = {"speed": readme_speed, "results": readme_results}
+    marked = _MARKED.sub(lambda found: f"{found[1]}{parts[found[2]]()}\n{found[3]}", readme)
     return {PAGE: template.render(), README: marked}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or with `--check` only say which of them differ."""
-    written = {path: (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else "" for path in (PAGE, README)}
+    written = {
+        path: (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else "" for path in (PAGE, README)
+    }
     differing = {path: text for path, text in pages().items() if text != written[path]}
     if "--check" in arguments:
         for path in differing:
@@ -111,8 +117,8 @@ def conditions(name: str) -> str:
     used = settings["precision_used"]
     precision = used if settings["precision"] == used else f"{settings['precision']} ({used})"
     return (
-        f"{host_name(settings['host']['name'])}, {len(settings['datasets'])} tables with {len(settings['seeds'])} "
-        f"random splits each, at most {settings['max_train_rows']:,} train and {settings['max_test_rows']:,} test rows; "
+        f"{host_name(settings['host']['name'])}, {len(settings['datasets'])} tables with {len(settings['seeds'])} random "
+        f"splits each, at most {settings['max_train_rows']:,} train and {settings['max_test_rows']:,} test rows; "
         f"precision {precision}, {settings['gpu'] or settings['device'].upper()}, torch {versions['torch']}, "
         f"tabpfn {versions['tabpfn']}."
     )
@@ -162,6 +168,16 @@ def readme_results() -> str:
     return f"{conditions(name)}\n\n{markdown_table(header, cells)}\n\n```text\n{figure}\n```"
 
 
+def readme_speed() -> str:
+    """How ragged prediction compares with the best loop, in a sentence."""
+    small, full = (read(name)["parallel_loop"]["ragged_speedup"] for name in RAGGED)
+    return (
+        f"Not by much on a CPU. On two cores it is {small:.1f} times as fast as TabPFN in two processes side by side with "
+        f"the small model, and {full:.1f} times with the full-size network ([benchmark]"
+        "(docs/results.md#tables-of-different-shapes-speed))."
+    )
+
+
 def strip(rows: pd.DataFrame) -> Iterator[str]:
     """A figure of characters: for each variant how many cases changed by how much; the first line is its scale."""
     reach = max(rows["rmse_delta_pct"].abs().max(), 1e-9)
@@ -200,12 +216,12 @@ def equality_table() -> str:
     return markdown_table(["", *columns.values()], cells)
 
 
-def ragged_table(*names: str) -> str:
+def ragged_table() -> str:
     """Many small tables by each method."""
     header = ["host", "tables", "method", "tables / s", "time / ragged", "peak memory, MiB"]
     header += ["preprocessing, s", "forward, s", "decoding, s", "passes", "padding"]
     cells = []
-    for found in map(read, names):
+    for found in map(read, RAGGED):
         settings = found["settings"]
         for method, m in found.items():
             if method == "settings":
@@ -294,7 +310,9 @@ def ablation_table() -> str:
     for block, sublayer in rows.loc["standard"].index:
         name = {"attention": f"attention {block}", "ffn": f"FFN {block}"}.get(sublayer, sublayer)
         found = [rows.loc[(host, block, sublayer)] for host in hosts]
-        figures = [f"{row['median_shift']:.2g} ({row['max_shift']:.2g}), {row['median_null_norm']:.2g}" for row in found]
+        figures = [
+            f"{row['median_shift']:.2g} ({row['max_shift']:.2g}), {row['median_null_norm']:.2g}" for row in found
+        ]
         cells.append([name, *(figure for pair in figures for figure in pair.split(", "))])
     return markdown_table(header, cells)
 
@@ -323,6 +341,42 @@ def baselines_table() -> str:
     rows = _frame("host.json")
     cells = [[r.dataset, *(f"{e:.3f}" for e in (r.ridge, r.random_forest, r.host))] for r in rows.itertuples()]
     return markdown_table(["table", "ridge", "random forest (200 trees)", "bundled host"], cells)
+
+
+# ---- Examples -----------------------------------------------------------------------------------
+
+
+def removal_table() -> str:
+    """Of each feature the size of its Shapley values, and the error without it, by each way."""
+    found = read("removal.json")
+    ways = list(found["seconds"])
+    header = ["feature", *(f"Shapley, {way}" for way in ways), *(f"RMSE without, {way}" for way in ways)]
+    kinds = [f"{kind}, {way}" for kind in ("shapley", "error without it") for way in ways]
+    features = sorted(found["features"], key=lambda feature: -feature["shapley, removal"])
+    return markdown_table(header, [[row["feature"], *(f"{row[kind]:.2f}" for kind in kinds)] for row in features])
+
+
+def removal_seconds() -> str:
+    """What each way took, in words."""
+    return ", ".join(f"{way} {seconds:.3g} s" for way, seconds in read("removal.json")["seconds"].items())
+
+
+def memory_table() -> str:
+    """Peaks of a cluster's processes by the number of groups."""
+    rows = read("cluster-memory.json")
+    numbers = [(r["groups"], r["rows"], r["worker, peak MiB"], r["scheduler, peak MiB"]) for r in rows]
+    return markdown_table(["groups", "rows", "worker", "scheduler"], [[f"{n:,.0f}" for n in row] for row in numbers])
+
+
+def memory_growth() -> str:
+    """Of the largest run, the larger worker's and the scheduler's peak so far at shares of its time."""
+    samples = read("cluster-memory.json")[-1]["samples"]
+    places = [round(share / 4 * (len(samples) - 1)) for share in range(5)]
+    cells = [["worker, peak so far"], ["scheduler, peak so far"]]
+    for place in places:
+        cells[0].append(f"{max(max(sample[2:], default=0) for sample in samples[: place + 1])}")
+        cells[1].append(f"{max(sample[1] for sample in samples[: place + 1])}")
+    return markdown_table(["seconds", *(f"{samples[place][0]:,}" for place in places)], cells)
 
 
 if __name__ == "__main__":

@@ -112,10 +112,17 @@ class Retrofit:
         TabPFN's that goes by a path works on it: `save_fit_state` and `load_from_fit_state`, and `clone` and pickles
         of the unfitted regressor without weights.
 
-            retrofit.save_checkpoint("mine-v3.safetensors")
-            regressor = TabPFNRegressor(model_path="mine-v3.safetensors").fit(X, y)
-            regressor.save_fit_state("mine.tabpfn_fit")
-            regressor = TabPFNRegressor.load_from_fit_state("mine.tabpfn_fit")
+        ```python
+        from oretrofit import patch
+        from sklearn.datasets import load_diabetes
+        from tabpfn import TabPFNRegressor
+
+        X, y = load_diabetes(return_X_y=True)
+        patch("small", variant="closed").save_checkpoint("mine-v3.safetensors")
+        regressor = TabPFNRegressor(model_path="mine-v3.safetensors").fit(X[:40], y[:40])
+        regressor.save_fit_state("mine.tabpfn_fit")
+        regressor = TabPFNRegressor.load_from_fit_state("mine.tabpfn_fit")
+        ```
 
         TabPFN has to know the architecture of such a file, which importing anything from oretrofit tells it
         (`from oretrofit import load`). In a process that did not, it raises `KeyError: 'oretrofit_tabpfn_v3'`.

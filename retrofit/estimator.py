@@ -131,19 +131,21 @@ class RetrofitRegressor(RegressorMixin, BaseEstimator):
     same predictions. tau is calibrated once a process for each host, however many clones are fitted; to share it
     between processes, save a retrofit and pass its path as `retrofit`.
 
-        from oretrofit import RetrofitRegressor
-        from sklearn.datasets import load_diabetes
-        from sklearn.model_selection import GridSearchCV
+    ```python
+    from oretrofit import RetrofitRegressor
+    from sklearn.datasets import load_diabetes
+    from sklearn.model_selection import GridSearchCV
 
-        X, y = load_diabetes(return_X_y=True, as_frame=True)
-        regressor = RetrofitRegressor().fit(X[:200], y[:200])
-        low, median, high = regressor.predict(X[200:], output_type="quantiles", quantiles=[0.1, 0.5, 0.9])
+    X, y = load_diabetes(return_X_y=True, as_frame=True)
+    regressor = RetrofitRegressor().fit(X[:200], y[:200])
+    low, median, high = regressor.predict(X[200:220], output_type="quantiles", quantiles=[0.1, 0.5, 0.9])
 
-        grid = {"variant": ["oa", "closed"], "estimator__n_estimators": [1, 2]}
-        search = GridSearchCV(RetrofitRegressor(), grid, cv=2).fit(X[:200], y[:200])
+    grid = {"variant": ["oa", "closed"], "estimator__n_estimators": [1, 2]}
+    search = GridSearchCV(RetrofitRegressor(), grid, cv=2).fit(X[:60], y[:60])
 
-        by_sex = RetrofitRegressor(by="sex").fit(X[:200], y[:200])
-        means = by_sex.predict(X[200:])  # each row from the rows of its own group
+    by_sex = RetrofitRegressor(by="sex").fit(X[:200], y[:200])
+    means = by_sex.predict(X[200:220])  # each row from the rows of its own group
+    ```
 
     Args:
         host: As of `oretrofit.patch`: a name, a path, a model, or what `load_host` returns. The last two are copied

@@ -1,6 +1,6 @@
 """Draw null.svg: a table with one NULL row and one NULL column predicts as the table without them.
 
-    python docs/pictures/draw_null.py
+python docs/pictures/draw_null.py
 """
 
 from __future__ import annotations
@@ -46,9 +46,23 @@ def main() -> None:
     figure = Figure(figsize=(7.2, 3.1), layout="constrained")
     axes = figure.add_subplot()
     draw_table(axes, 0, ROWS, HEADER, "padded: one row and one column do not exist")
-    draw_table(axes, 7, [[c for j, c in enumerate(row) if j != 2] for row in ROWS if any(row)], [*HEADER[:2], *HEADER[3:]], "without them")
+    draw_table(
+        axes,
+        7,
+        [[c for j, c in enumerate(row) if j != 2] for row in ROWS if any(row)],
+        [*HEADER[:2], *HEADER[3:]],
+        "without them",
+    )
     axes.text(6, -3, "=", ha="center", va="center", fontsize=22, color=INK)
-    axes.text(5.5, -6.5, "the patched model gives both the same answer at “?”", ha="center", va="center", fontsize=9, color=BLUE)
+    axes.text(
+        5.5,
+        -6.5,
+        "the patched model gives both the same answer at “?”",
+        ha="center",
+        va="center",
+        fontsize=9,
+        color=BLUE,
+    )
     axes.set_xlim(-1.2, 11.2)
     axes.set_ylim(-7, 0.9)
     axes.set_aspect("equal")

@@ -1,0 +1,87 @@
+"""What docs and README quote is what the files in results/ say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from oretrofit.experiments import results_page
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_committed_pages_say_what_the_files_say(capsys):
+    assert results_page.main(["--check"]) == 0, capsys.readouterr().err
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch) -> Path:
+    """The pages and the files they are made of, to be changed."""
+    for name in ("results", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    monkeypatch.setattr(results_page, "ROOT", tmp_path)
+    monkeypatch.setattr(results_page, "RESULTS", tmp_path / "results")
+    return tmp_path
+
+
+def test_a_figure_that_differs_from_its_file_fails(copy, capsys):
+    file = copy / "results/ragged-small-200.json"
+    content = json.loads(file.read_text())
+    content["parallel_loop"]["ragged_speedup"] = 7.25
+    file.write_text(json.dumps(content))
+    assert results_page.main(["--check"]) == 1
+    said = capsys.readouterr().err
+    assert "README.md" in said
+    assert "docs/results.md" in said
+    assert results_page.main([]) == 0
+    assert results_page.main(["--check"]) == 0
+    assert "7.2 times as fast" in (copy / "README.md").read_text()
+    assert "| 7.25 |" in (copy / "docs/results.md").read_text()
+
+
+def test_a_figure_typed_into_a_page_fails(copy):
+    page = copy / "docs/results.md"
+    page.write_text(page.read_text().replace("7 : 11", "11 : 7", 1))
+    assert results_page.main(["--check"]) == 1
+
+
+def test_another_evaluation_finds_its_place(copy):
+    shutil.copytree(copy / "results/eval-closed", copy / "results/eval-of-mine")
+    shutil.copytree(copy / "results/eval-float32", copy / "results/eval-rdata-float32", dirs_exist_ok=True)
+    pages = results_page.pages()
+    assert "### eval-of-mine" in pages["docs/results.md"]
+    assert "### On more tables" in pages["docs/results.md"]
+
+
+def test_what_is_not_measured_yet_is_left_out(copy):
+    for name in ("removal.json", "panel.json", "cluster-memory.json"):
+        (copy / "results" / name).unlink(missing_ok=True)
+    assert "really removed" not in results_page.pages()["docs/results.md"]
+
+
+def test_the_strip_counts_cases():
+    rows = pd.DataFrame({"variant": ["a"] * 5 + ["b"] * 12, "rmse_delta_pct": [-2.0, 0, 0, 0.02, 2.0, *[1.0] * 12]})
+    scale, a, b = results_page.strip(rows)
+    middle = 10 + results_page._STRIP
+    assert (scale[middle], a[10], a[middle], a[-1]) == ("0", "1", "3", "1")
+    assert a.count("·") == 2 * results_page._STRIP - 2
+    assert b[middle + results_page._STRIP // 2] == "#"
+    assert len(a) == len(b)
+
+
+def test_results_holds_nothing_that_make_results_does_not_measure():
+    recipe = (ROOT / "Makefile").read_text()
+    for place in sorted((ROOT / "results").iterdir()):
+        assert re.search(rf"\$\(R\)/{re.escape(place.name)}\b", recipe), f"no line of `make results` makes {place.name}"
+
+
+def test_the_readme_is_short_and_has_no_picture_that_breaks_elsewhere():
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 150
+    assert re.findall(r"!\[[^]]*\]\((?!https://)|<img", readme) == []
