@@ -47,12 +47,17 @@ def pages() -> dict[str, str]:
         for name, value in globals().items()
         if callable(value) and getattr(value, "__module__", "") == __name__
     }
-    environment.filters |= {"pct": percent, "g": lambda value, digits=2: f"{value:.{digits}g}"}
+    environment.filters |= {"pct": percent, "g": digits}
     template = environment.from_string((ROOT / TEMPLATE).read_text(encoding="utf-8"))
     readme = (ROOT / README).read_text(encoding="utf-8")
     parts = {"speed": readme_speed, "results": readme_results}
     marked = _MARKED.sub(lambda found: f"{found[1]}{parts[found[2]]()}\n{found[3]}", readme)
     return {PAGE: template.render(), README: marked}
+
+
+def digits(value: float, count: int = 2) -> str:
+    """A number to so many significant digits."""
+    return f"{value:.{count}g}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,11 +118,11 @@ def evaluation(name: str) -> SimpleNamespace:
 def conditions(name: str) -> str:
     """On which host, how many tables, and how an evaluation ran, in a sentence."""
     settings = read(f"{name}/{runs.SETTINGS}")
-    versions = settings["versions"]
+    versions, datasets = settings["versions"], settings["datasets"]
     used = settings["precision_used"]
     precision = used if settings["precision"] == used else f"{settings['precision']} ({used})"
     return (
-        f"{host_name(settings['host']['name'])}, {len(settings['datasets'])} tables with {len(settings['seeds'])} random "
+        f"{host_name(settings['host']['name'])}; {len(datasets)} tables with {len(settings['seeds'])} random "
         f"splits each, at most {settings['max_train_rows']:,} train and {settings['max_test_rows']:,} test rows; "
         f"precision {precision}, {settings['gpu'] or settings['device'].upper()}, torch {versions['torch']}, "
         f"tabpfn {versions['tabpfn']}."
@@ -127,7 +132,7 @@ def conditions(name: str) -> str:
 def host_name(name: str | None) -> str:
     """A host in words, so that no figure of the bundled one is read as TabPFN's."""
     known = {
-        "small": "The bundled small host (trained by this project; *not* Prior Labs' model)",
+        "small": "The small model that comes along (trained by this project; *not* Prior Labs' model)",
         "random-v3": "The full-size v3 network with random weights",
         "v3": "Prior Labs' v3 regressor",
     }
@@ -172,8 +177,8 @@ def readme_speed() -> str:
     """How ragged prediction compares with the best loop, in a sentence."""
     small, full = (read(name)["parallel_loop"]["ragged_speedup"] for name in RAGGED)
     return (
-        f"Not by much on a CPU. On two cores it is {small:.1f} times as fast as TabPFN in two processes side by side with "
-        f"the small model, and {full:.1f} times with the full-size network ([benchmark]"
+        f"Not by much on a CPU. On two cores it is {small:.1f} times as fast as TabPFN in two processes side by side "
+        f"with the small model, and {full:.1f} times with the full-size network ([benchmark]"
         "(docs/results.md#tables-of-different-shapes-speed))."
     )
 
