@@ -154,6 +154,7 @@ def compare(table: str, *, rows: int, explained: int, members: int, permutations
             "train rows": len(case.X_train),
             "test rows": len(case.X_test),
             "members": members,
+            "threads": torch.get_num_threads(),
         },
         "coalitions": len(coalitions),
         "seconds": {name: float(np.median(took)) for name, took in seconds.items()},

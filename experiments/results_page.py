@@ -1,4 +1,4 @@
-"""The pages that quote `results/`: docs/results.md from its template, and the README's table between its markers.
+"""The pages that quote `results/`: docs/results.md from its template, and parts of others between their markers.
 
     python -m oretrofit.experiments.results_page            # writes them
     python -m oretrofit.experiments.results_page --check    # exit code 1 if one differs from what the files say
@@ -21,13 +21,15 @@ import pandas as pd
 
 from ..patches.tabpfn_v3_host import TABPFN_V3
 from ..retrofit.files import write_text
+from ..retrofit.printing import markdown_table
 from . import audit_report, frontier, runs
-from .report import _markdown_table as markdown_table
 from .report import make_summary, notes, percent, summary_cells
+from .verdicts import WHAT_A_VERDICT_SAYS, power_words, verdicts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-PAGE, TEMPLATE, README = "docs/results.md", "docs/results.md.jinja", "README.md"
+PAGE, TEMPLATE = "docs/results.md", "docs/results.md.jinja"
+QUOTING = ("README.md", "docs/cluster.md")  # pages with marked parts
 
 # How fast many small tables are predicted, with the small host and with one of full size.
 RAGGED = ("ragged-small-200.json", "ragged-random-v3-40.json")
@@ -47,12 +49,19 @@ def pages() -> dict[str, str]:
         for name, value in globals().items()
         if callable(value) and getattr(value, "__module__", "") == __name__
     }
+    environment.globals["WHAT_A_VERDICT_SAYS"] = WHAT_A_VERDICT_SAYS
     environment.filters |= {"pct": percent, "g": digits}
     template = environment.from_string((ROOT / TEMPLATE).read_text(encoding="utf-8"))
-    readme = (ROOT / README).read_text(encoding="utf-8")
     parts = {"speed": readme_speed, "results": readme_results}
-    marked = _MARKED.sub(lambda found: f"{found[1]}{parts[found[2]]()}\n{found[3]}", readme)
-    return {PAGE: template.render(), README: marked}
+    if has("cluster-memory.json"):
+        parts["memory"] = cluster_memory
+
+    def filled(found: re.Match[str]) -> str:
+        begin, name, end = found.groups()
+        return f"{begin}{parts[name]()}\n{end}" if name in parts else found[0]
+
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in QUOTING}
+    return {PAGE: template.render(), **{path: _MARKED.sub(filled, text) for path, text in texts.items()}}
 
 
 def digits(value: float, count: int = 2) -> str:
@@ -62,10 +71,9 @@ def digits(value: float, count: int = 2) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """Write the pages, or with `--check` only say which of them differ."""
-    written = {
-        path: (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).exists() else "" for path in (PAGE, README)
-    }
-    differing = {path: text for path, text in pages().items() if text != written[path]}
+    files = {path: ROOT / path for path in (PAGE, *QUOTING)}
+    before = {path: file.read_text(encoding="utf-8") if file.exists() else "" for path, file in files.items()}
+    differing = {path: text for path, text in pages().items() if text != before[path]}
     if "--check" in arguments:
         for path in differing:
             print(f"{path} does not say what results/ says; `make pages` writes it anew", file=sys.stderr)
@@ -96,20 +104,15 @@ def _frame(name: str) -> pd.DataFrame:
 
 
 def evaluation(name: str) -> SimpleNamespace:
-    """An evaluation's `settings`, `rows` (as of `evaluate.case_rows`), `summary`, `table` and `notes`."""
-    settings = read(f"{name}/{runs.SETTINGS}")
-    lines = (RESULTS / name / runs.CASES).read_text(encoding="utf-8").splitlines()
-    rows = pd.DataFrame([record for line in lines for record in json.loads(line)["variants"]])
-    planned = {"dataset": settings["datasets"], "seed": settings["seeds"], "variant": list(settings["variants"])}
-    for column, values in planned.items():
-        rows = rows[rows[column].isin(values)]
-    rows = rows.drop_duplicates(list(planned), keep="last")
-    summary = make_summary(settings, rows, read(f"{name}/summary.json").get("failed", []))
+    """An evaluation's `rows` (as of `evaluate.case_rows`), and of its summary the parts, in Markdown."""
+    run = runs.read_run(RESULTS / name)
+    rows = pd.DataFrame([record for case in run.results() for record in case.variants])
+    summary = make_summary(run.settings, rows, read(f"{name}/summary.json").get("failed", []))
     return SimpleNamespace(
-        settings=settings,
         rows=rows,
-        summary=summary,
         variants=summary["variants"],
+        verdicts="\n".join(f"- {sentence}" for sentence in verdicts(summary["statistics"])),
+        power=power_words(summary["power"]),
         table=markdown_table(*summary_cells(summary)),
         notes=notes(summary).replace("*", "\\*"),
     )
@@ -157,7 +160,7 @@ def readme_results() -> str:
         closed = evaluation(CLOSED)
         variants["closed"] = closed.variants["closed"]
         rows.append(closed.rows[closed.rows["variant"] == "closed"])
-    header = ["variant", "cases", "mean change, %", "95 % CI", "largest, %", "wins : losses"]
+    header = ["variant", "cases", "mean change, %", "95 % CI*", "largest, %", "wins : losses"]
     cells = [
         [
             f"`{variant}`",
@@ -361,27 +364,30 @@ def removal_table() -> str:
     return markdown_table(header, [[row["feature"], *(f"{row[kind]:.2f}" for kind in kinds)] for row in features])
 
 
+def filled_larger() -> int:
+    """How many features have larger Shapley values by filling with the mean than by removal."""
+    return sum(row["shapley, fill mean"] > row["shapley, removal"] for row in read("removal.json")["features"])
+
+
 def removal_seconds() -> str:
     """What each way took, in words."""
     return ", ".join(f"{way} {seconds:.3g} s" for way, seconds in read("removal.json")["seconds"].items())
 
 
-def memory_table() -> str:
-    """Peaks of a cluster's processes by the number of groups."""
-    rows = read("cluster-memory.json")
-    numbers = [(r["groups"], r["rows"], r["worker, peak MiB"], r["scheduler, peak MiB"]) for r in rows]
-    return markdown_table(["groups", "rows", "worker", "scheduler"], [[f"{n:,.0f}" for n in row] for row in numbers])
-
-
-def memory_growth() -> str:
-    """Of the largest run, the larger worker's and the scheduler's peak so far at shares of its time."""
-    samples = read("cluster-memory.json")[-1]["samples"]
-    places = [round(share / 4 * (len(samples) - 1)) for share in range(5)]
-    cells = [["worker, peak so far"], ["scheduler, peak so far"]]
+def cluster_memory() -> str:
+    """Peaks of a cluster's processes by the number of groups, and over the time of the largest run."""
+    measured = read("cluster-memory.json")
+    numbers = [(r["groups"], r["rows"], r["worker, peak MiB"], r["scheduler, peak MiB"]) for r in measured]
+    peaks = markdown_table(["groups", "rows", "worker", "scheduler"], [[f"{n:,.0f}" for n in row] for row in numbers])
+    samples = measured[-1]["samples"]  # seconds, the scheduler's, each worker's
+    cells: list[list[str]] = [["worker, peak so far"], ["scheduler, peak so far"]]
+    places = [round(share / 5 * (len(samples) - 1)) for share in range(6)]
     for place in places:
-        cells[0].append(f"{max(max(sample[2:], default=0) for sample in samples[: place + 1])}")
-        cells[1].append(f"{max(sample[1] for sample in samples[: place + 1])}")
-    return markdown_table(["seconds", *(f"{samples[place][0]:,}" for place in places)], cells)
+        so_far = samples[: place + 1]
+        cells[0].append(str(max(max(sample[2:], default=0) for sample in so_far)))
+        cells[1].append(str(max(sample[1] for sample in so_far)))
+    growth = markdown_table(["after seconds", *(f"{samples[place][0]:,}" for place in places)], cells)
+    return f"{peaks}\n\nOver the time of the last, the larger of the two workers and the scheduler:\n\n{growth}"
 
 
 if __name__ == "__main__":

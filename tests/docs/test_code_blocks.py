@@ -42,6 +42,7 @@ SMALL_EXAMPLES = {
     "panel.py": "",
     "removal.py": "--table diabetes --rows 30 --explained 3 --members 1 --permutations 1",
     "grid_search.py": "--rows 40 --folds 2",
+    "many_groups.py": "--groups 6 --files 2",
 }
 
 _NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")

@@ -59,6 +59,16 @@ def test_another_evaluation_finds_its_place(copy):
     assert "### On more tables" in pages["docs/results.md"]
 
 
+def test_memory_that_is_measured_takes_the_place_of_what_stood_there(copy):
+    samples = [[0, 150, 600, 610], [60, 160, 620, 615], [120, 155, 621, 622]]
+    peaks = {"groups": 10, "rows": 200, "worker, peak MiB": 622.4, "scheduler, peak MiB": 160.0, "samples": samples}
+    (copy / "results/cluster-memory.json").write_text(json.dumps([peaks]))
+    page = results_page.pages()["docs/cluster.md"]
+    assert "| 10 | 200 | 622 | 160 |" in page
+    assert "| worker, peak so far | 610 | 610 | 620 | 620 | 622 | 622 |" in page
+    assert "479,622" not in page
+
+
 def test_what_is_not_measured_yet_is_left_out(copy):
     for name in ("removal.json", "panel.json", "cluster-memory.json"):
         (copy / "results" / name).unlink(missing_ok=True)
