@@ -12,7 +12,7 @@ from oretrofit.calibration import settings
 class Defaults(griffe.Extension):
     """Replaces defaults of the form `settings.NAME`."""
 
-    def on_function(self, *, func: griffe.Function, **_: Any) -> None:
+    def on_function(self, *, func: griffe.Function, **rest: Any) -> None:
         """Called with each function as it is read."""
         for parameter in func.parameters:
             module, _, name = str(parameter.default).partition(".")

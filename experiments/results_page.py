@@ -24,7 +24,7 @@ from ..retrofit.files import write_text
 from ..retrofit.printing import markdown_table
 from . import audit_report, frontier, runs
 from .report import make_summary, notes, percent, summary_cells
-from .verdicts import WHAT_A_VERDICT_SAYS, power_words, verdicts
+from .verdicts import WHAT_A_VERDICT_SAYS, by_measure, power_words, verdict_cell, verdicts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -110,6 +110,7 @@ def evaluation(name: str) -> SimpleNamespace:
     summary = make_summary(run.settings, rows, read(f"{name}/summary.json").get("failed", []))
     return SimpleNamespace(
         rows=rows,
+        summary=summary,
         variants=summary["variants"],
         verdicts="\n".join(f"- {sentence}" for sentence in verdicts(summary["statistics"])),
         power=power_words(summary["power"]),
@@ -155,12 +156,14 @@ def readme_results() -> str:
     """The README's table and figure, and where they are from."""
     name = LARGER if has(LARGER) else MAIN
     main = evaluation(name)
-    variants, rows = dict(main.variants), [main.rows]
+    variants, rows, found = dict(main.variants), [main.rows], by_measure(main.summary["statistics"])
     if "closed" not in variants and name == MAIN:  # the same cases in a run of their own
         closed = evaluation(CLOSED)
         variants["closed"] = closed.variants["closed"]
         rows.append(closed.rows[closed.rows["variant"] == "closed"])
-    header = ["variant", "cases", "mean change, %", "95 % CI*", "largest, %", "wins : losses"]
+        found |= by_measure(closed.summary["statistics"])
+    margin = f"equivalent within {main.summary['margin']:g} %†"
+    header = ["variant", "cases", "mean change, %", "95 % CI*", "largest, %", "wins : losses", margin]
     cells = [
         [
             f"`{variant}`",
@@ -169,6 +172,7 @@ def readme_results() -> str:
             " to ".join(map(percent, s["ci95_pct"])),
             percent(s["largest_rmse_delta_pct"]),
             f"{s['wins']} : {s['losses']}",
+            verdict_cell(found.get((variant, "rmse"))),
         ]
         for variant, s in variants.items()
     ]
@@ -182,7 +186,7 @@ def readme_speed() -> str:
     return (
         f"Not by much on a CPU. On two cores it is {small:.1f} times as fast as TabPFN in two processes side by side "
         f"with the small model, and {full:.1f} times with the full-size network ([benchmark]"
-        "(docs/results.md#tables-of-different-shapes-speed))."
+        "(docs/results.md#tables-of-different-shapes-speed)). A GPU is where it is expected to pay; that is unmeasured."
     )
 
 

@@ -172,6 +172,14 @@ def test_examples_of_the_commands_are_read():
     assert found >= 12
 
 
+def test_what_make_results_runs_is_read():
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").replace("$(", "").replace(")", "")
+    commands = re.findall(r"^measure-\S+ = oretrofit (.*?)(?: &&.*)?$", recipe, flags=re.MULTILINE)
+    assert len(commands) >= 14
+    for command in commands:
+        parse(shlex.split(command))
+
+
 def test_a_block_with_an_unknown_option_or_command_fails(tmp_path):
     for text in ("```sh\noretrofit eval --speeds 3\n```", "```sh\nmake coffee\n```", "```python\n1 / 0\n```"):
         page = tmp_path / "page.md"
