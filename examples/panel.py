@@ -18,15 +18,15 @@ from matplotlib.figure import Figure
 
 import oretrofit
 
-SERIES, HORIZON = 40, 12
+HORIZON = 12
 QUANTILES = [0.1, 0.5, 0.9]
 INK, BLUE = "#333333", "#1f6fb4"
 
 
-def draw_panel(rng: np.random.Generator) -> pd.DataFrame:
-    """Sales of 40 shops, of which 20 months to 8 years are known: trend, season, noise, and 12 months to forecast."""
+def draw_panel(series: int, rng: np.random.Generator) -> pd.DataFrame:
+    """Sales of shops, of which 20 months to 8 years are known: trend, season, noise, and 12 months to forecast."""
     shops = []
-    for shop in range(SERIES):
+    for shop in range(series):
         month = np.arange(rng.integers(20, 97) + HORIZON)
         trend = 0.3 * rng.standard_normal() * month / 12
         angle = 2 * np.pi * (month - rng.uniform(0, 12)) / 12
@@ -49,7 +49,7 @@ def plot(train: pd.DataFrame, test: pd.DataFrame, forecast: pd.DataFrame, file: 
     """Draw the shop with the shortest known past, that with the longest, and four between them."""
     figure = Figure(figsize=(10, 5), dpi=150, layout="constrained")
     by_length = train["shop"].value_counts(ascending=True).index
-    shops = by_length[np.linspace(0, SERIES - 1, 6).astype(int)]
+    shops = by_length[np.linspace(0, len(by_length) - 1, 6).astype(int)]
     low, middle, high = (forecast[q] for q in QUANTILES)
     for shop, axes in zip(shops, figure.subplots(2, 3).flat, strict=True):
         past, future = train[train["shop"] == shop], test[test["shop"] == shop]
@@ -69,10 +69,11 @@ def plot(train: pd.DataFrame, test: pd.DataFrame, forecast: pd.DataFrame, file: 
 def main() -> None:
     """Forecast, compare with last year's values, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--series", type=int, default=40, help="at least 6")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw six of the series (PNG)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write what is printed")
     given = parser.parse_args()
-    panel = add_features(draw_panel(np.random.default_rng(0)))
+    panel = add_features(draw_panel(given.series, np.random.default_rng(0)))
     ahead = panel.groupby("shop").cumcount(ascending=False) < HORIZON
     train, test = panel[~ahead], panel[ahead]
 

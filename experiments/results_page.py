@@ -8,6 +8,7 @@ What the template calls is here: each function reads a file of `results/` and re
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -105,9 +106,14 @@ def _frame(name: str) -> pd.DataFrame:
 
 def evaluation(name: str) -> SimpleNamespace:
     """An evaluation's `rows` (as of `evaluate.case_rows`), and of its summary the parts, in Markdown."""
-    run = runs.read_run(RESULTS / name)
+    return _evaluation(RESULTS / name)
+
+
+@functools.cache  # its statistics take seconds, and two pages quote them
+def _evaluation(folder: Path) -> SimpleNamespace:
+    run = runs.read_run(folder)
     rows = pd.DataFrame([record for case in run.results() for record in case.variants])
-    summary = make_summary(run.settings, rows, read(f"{name}/summary.json").get("failed", []))
+    summary = make_summary(run.settings, rows, read(f"{folder.name}/summary.json").get("failed", []))
     return SimpleNamespace(
         rows=rows,
         summary=summary,

@@ -41,38 +41,32 @@ def test_a_figure_that_differs_from_its_file_fails(copy, capsys):
     assert "docs/results.md" in said
     assert results_page.main([]) == 0
     assert results_page.main(["--check"]) == 0
-    assert "7.2 times as fast" in (copy / "README.md").read_text()
-    assert "| 7.25 |" in (copy / "docs/results.md").read_text()
-
-
-def test_a_figure_typed_into_a_page_fails(copy):
     page = copy / "docs/results.md"
-    page.write_text(page.read_text().replace("7 : 11", "11 : 7", 1))
+    page.write_text(page.read_text().replace("7 : 11", "11 : 7", 1))  # typed into a page
     assert results_page.main(["--check"]) == 1
+    assert "7.2 times as fast" in (copy / "README.md").read_text()
+    assert "| 7.25 |" in page.read_text()
 
 
-def test_another_evaluation_finds_its_place(copy):
-    shutil.copytree(copy / "results/eval-closed", copy / "results/eval-of-mine")
-    shutil.copytree(copy / "results/eval-float32", copy / "results/eval-rdata-float32", dirs_exist_ok=True)
-    pages = results_page.pages()
-    assert "### eval-of-mine" in pages["docs/results.md"]
-    assert "### On more tables" in pages["docs/results.md"]
-
-
-def test_memory_that_is_measured_takes_the_place_of_what_stood_there(copy):
+def test_what_is_added_finds_its_place_and_what_is_missing_is_left_out(copy):
+    results = copy / "results"
+    shutil.copytree(results / "eval-closed", results / "eval-of-mine")
+    (results / "removal.json").unlink(missing_ok=True)
     samples = [[0, 150, 600, 610], [60, 160, 620, 615], [120, 155, 621, 622]]
     peaks = {"groups": 10, "rows": 200, "worker, peak MiB": 622.4, "scheduler, peak MiB": 160.0, "samples": samples}
-    (copy / "results/cluster-memory.json").write_text(json.dumps([peaks]))
-    page = results_page.pages()["docs/cluster.md"]
-    assert "| 10 | 200 | 622 | 160 |" in page
-    assert "| worker, peak so far | 610 | 610 | 620 | 620 | 622 | 622 |" in page
-    assert "479,622" not in page
+    (results / "cluster-memory.json").write_text(json.dumps([peaks]))
+    pages = results_page.pages()
+    assert "### eval-of-mine" in pages["docs/results.md"]
+    assert "really removed" not in pages["docs/results.md"]
+    assert "| 10 | 200 | 622 | 160 |" in pages["docs/cluster.md"]
+    assert "| worker, peak so far | 610 | 610 | 620 | 620 | 622 | 622 |" in pages["docs/cluster.md"]
 
 
-def test_what_is_not_measured_yet_is_left_out(copy):
-    for name in ("removal.json", "panel.json", "cluster-memory.json"):
-        (copy / "results" / name).unlink(missing_ok=True)
-    assert "really removed" not in results_page.pages()["docs/results.md"]
+def test_the_readme_takes_the_larger_suite_where_there_is_one(copy):
+    shutil.copytree(copy / "results/eval-closed", copy / "results/eval-rdata-float32", dirs_exist_ok=True)
+    block = results_page.readme_results()
+    assert "`closed`" in block
+    assert "`oa`" not in block
 
 
 def test_the_strip_counts_cases():
