@@ -53,3 +53,13 @@ def test_removal_and_refit_agree_and_filling_does_not(removal):
     assert found["largest difference of removal and refit, sd"] < 1e-3
     shares = np.array([[f["shapley, removal"], f["shapley, fill mean"]] for f in found["features"]])
     assert np.abs(shares[:, 0] - shares[:, 1]).max() > 0.1
+
+
+def test_tabpfn_refuses_to_fill_with_infinity(tiny_host, regressor, table):
+    """As docs/removal.md says; the example could show that way of filling, too, if it did not."""
+    X, y, X_test = table
+    fitted = regressor(tiny_host.specs).fit(X, y)
+    X_test = X_test.copy()
+    X_test[:, 0] = np.inf
+    with pytest.raises(ValueError, match="infinity"):
+        fitted.predict(X_test)
