@@ -21,6 +21,14 @@ PAGES = {"retrofit/hosts/README.md": "host-card.md", "experiments/data/README.md
 _LINK = re.compile(r"\]\(\.\./([^)#]+)")
 
 
+def on_config(config: Any) -> None:
+    """Put pages that mkdocs.yml does not place at the end of the how-tos."""
+    placed = str(config.nav)
+    how_to = next(entry["How to"] for entry in config.nav if isinstance(entry, dict) and "How to" in entry)
+    names = (page.name for page in sorted(Path(config.docs_dir).glob("*.md")))
+    how_to += [name for name in names if f"'{name}'" not in placed]
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add what pages link to outside docs/."""
     linked = {path for page in Path(config.docs_dir).glob("*.md") for path in _LINK.findall(page.read_text("utf-8"))}
