@@ -87,12 +87,9 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def parse(words: list[str]) -> None:
-    """Read a command as the command line does, without running it; an unknown option raises."""
-    command: Any = typer.main.get_command(cli.app)
-    context = command.make_context("oretrofit", list(words))
-    while hasattr(command, "resolve_command"):
-        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
-        context = command.make_context(name, rest, parent=context)
+    """Let the command line read a command without running it: it stops at an option that it does not know."""
+    result = CliRunner().invoke(cli.app, [*words, "--help"])
+    assert result.exit_code == 0, f"{words}: {result.output}"
 
 
 def run_oretrofit(words: list[str]) -> None:
