@@ -162,7 +162,7 @@ class Plan:
 
 
 def calibrate_run(plan: Plan, run: Run, on_table: Callable[[], None] | None = None) -> dict[str, Retrofit]:
-    """The plan's retrofits by label, read from the run's folder, or calibrated and kept there.
+    """The plan's retrofits by label, read from the run's folder, or calibrated (or given) and kept there.
 
     All of them come from one measurement of the host's carriers. Raises `RetrofitError` for a file
     in the folder that cannot be read.
@@ -185,6 +185,8 @@ def calibrate_run(plan: Plan, run: Run, on_table: Callable[[], None] | None = No
             retrofits[label].save(part)
     if plan.given is not None:
         retrofits[plan.given.variant] = plan.given
+        with replacing(run.retrofit_file(plan.given.variant)) as part:
+            plan.given.save(part)
     return retrofits
 
 

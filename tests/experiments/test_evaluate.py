@@ -291,6 +291,8 @@ def test_given_retrofit_runs_beside_the_control(tiny_host: Host, tmp_path: Path,
     assert settings["oa"]["taus_sha256"] != other["oa"]["taus_sha256"]
     with open_run(tmp_path / "run", plan.settings()) as opened:
         assert module.calibrate_run(plan, opened)["oa"] is given
+        kept = json.loads(opened.retrofit_file("oa").read_text())  # for the report
+        assert kept["tau"] == {site.name: 0.5 for site in given.sites}
     with pytest.raises(ValueError, match="is oa too"):
         dataclasses.replace(plan, variants=("oa",))
 
