@@ -144,6 +144,23 @@ def evaluate(
     terminal.exit_with(run_session(chosen, terminal.open_console()))
 
 
+@app.command(epilog="Example: [b]oretrofit report runs/small runs/half --out report.html[/b]")
+@terminal.plain_errors()
+def report(runs: options.RunFolders, out: options.Page, paper: options.Paper = False) -> None:
+    """Make one page, for a browser, of what eval found: figures, every case, and how it was run. Runs nothing."""
+    from .experiments.page.build import notices, render
+    from .experiments.page.shown import files_read, read_shown
+    from .retrofit.files import write_text
+
+    options.check_outputs({"--out": out}, files_read(runs))
+    console = terminal.open_console()
+    with console.status("Drawing"):
+        shown = read_shown(runs, wants_paper=paper)
+        page = render(shown)
+    terminal.finish(console, [], "\n".join(notices(shown)), {out: lambda file: write_text(file, page)})
+    console.print(f"Saved to {out}.", soft_wrap=True)
+
+
 @app.command(
     epilog="Example: [b]oretrofit predict --train past.csv --test next.csv --target sales --by shop --out sales.csv[/b]"
 )

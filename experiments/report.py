@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from ..calibration.settings import BUNDLED_TARGETS, MARGIN
-from ..retrofit.check import largest
 from ..retrofit.files import replacing, write_json, write_text
 from ..retrofit.printing import Cells, markdown_table
 from .power import design_power, plot_power, without_control
@@ -65,7 +64,7 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "cases": len(group),
             "mean_rmse_delta_pct": float(delta.mean()),
             "median_rmse_delta_pct": float(np.median(delta)),
-            "largest_rmse_delta_pct": float(largest(delta)),
+            "largest_rmse_delta_pct": float(delta[np.abs(delta).argmax()]),
             "worst_rmse_delta_pct": float(delta.max()),
             "ci95_pct": list(bootstrap_interval(delta, group["dataset"].to_numpy())),
             "mean_rmse_delta_pct_without_broken": float(sound.mean()) if len(sound) else None,
@@ -136,7 +135,7 @@ def _named(rows: pd.DataFrame, chosen: Callable[[pd.DataFrame], np.ndarray], bes
 
 
 def report_files(summary: dict[str, Any], rows: pd.DataFrame) -> dict[str, Callable[[Path], None]]:
-    """What writes each file of a report: `summary.json`, `table.md`, and the figures for which there are cases."""
+    """What writes each file of a report: `summary.json`, `table.md`; where there are cases figures and `cases.csv`."""
     names = short_datasets(summary["settings"]["datasets"])
     files: dict[str, Callable[[Path], None]] = {
         "summary.json": partial(write_json, summary),
@@ -144,6 +143,7 @@ def report_files(summary: dict[str, Any], rows: pd.DataFrame) -> dict[str, Calla
     }
     if len(rows):
         files["deltas.png"] = partial(plot_deltas, rows, names)
+        files["cases.csv"] = partial(_write_csv, rows)
     if summary["power"]:
         files["power.png"] = partial(plot_power, pd.DataFrame(summary["statistics"]))
     return files
@@ -334,6 +334,17 @@ def bootstrap_ci(values: np.ndarray) -> list[float]:
     means = values[rng.integers(0, len(values), (_RESAMPLES, len(values)))].mean(axis=1)
     low, high = np.quantile(means, [0.025, 0.975])
     return [float(low), float(high)]
+
+
+def cases_csv(rows: pd.DataFrame) -> str:
+    """The rows of `evaluate.case_rows` as CSV, unrounded."""
+    ordered = sorted(rows, key=lambda name: name == "key")  # which is read in front, and written behind
+    text = rows[ordered].to_csv(index=False, lineterminator="\n")
+    return text.encode("utf-8", "backslashreplace").decode()  # of names of files that are no UTF-8
+
+
+def _write_csv(rows: pd.DataFrame, file: Path) -> None:
+    write_text(file, cases_csv(rows))
 
 
 def _write_markdown(summary: dict[str, Any], rows: pd.DataFrame, file: Path) -> None:

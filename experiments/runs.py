@@ -22,7 +22,7 @@ from .folders import append_line, held
 from .predictions import Arrays, Predictions, read_predictions, remove_unfinished, write_predictions
 
 SETTINGS, CASES = "settings.json", "cases.jsonl"
-REPORTS = ("summary.json", "table.md", "deltas.png", "power.png")
+REPORTS = ("summary.json", "table.md", "deltas.png", "power.png", "cases.csv", "report.html")
 
 _NUMBER = (int, float)
 # What a record holds, and of which type.

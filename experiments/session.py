@@ -91,6 +91,8 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
     """
     with console.status("Loading TabPFN and the host"):
         from . import evaluate, report
+        from .page.shown import PAGE
+        from .provenance import append_provenance
         from .runs import CASES, REPORTS, SETTINGS, open_run
         from .style import short_datasets
         from .verdicts import WHAT_A_VERDICT_SAYS, power_words, verdicts
@@ -105,12 +107,15 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
     cluster = nullcontext() if options.dask is None else connected(options.dask)
     with cluster as client, open_run(folder, plan.settings()) as opened:
         _say_what_is_there(console, opened, len(plan.datasets) * plan.seeds)
+        if opened.missing():
+            append_provenance(folder)
         cases, failures = _run_missing(plan, opened, options.workers, client, names, console)
         rows = evaluate.case_rows(cases)
         with console.status("Testing what changed"):
             failed = [vars(failure) for failure in failures]
             summary = report.make_summary(opened.settings, rows, failed, options.margin)
-        errors = _write_report(folder, summary, rows, options.json_file)
+        with console.status("Drawing"):
+            errors = _write_report(opened, summary, rows, options.json_file)
     if cases:
         changes = report.case_cells(rows, names)
         print_table(console, *changes, title="RMSE change of each case against the host, %")
@@ -121,6 +126,8 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
                 console.print(words)
     files = [name for name in (*REPORTS, CASES, SETTINGS) if (folder / name).exists()]
     console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
+    if PAGE in files:
+        console.print(f"To be opened in a browser: {folder / PAGE}", soft_wrap=True)
     if failures:
         errors.append(_failed_cases(failures, len(plan.datasets) * plan.seeds))
     return errors
@@ -184,15 +191,19 @@ def _run_missing(
         raise OSError(error.errno, f"{error.strerror or error}; {safe}", error.filename) from error
 
 
-def _write_report(folder: Path, summary: dict[str, Any], rows: Any, json_file: Path | None) -> list[str]:
+def _write_report(opened: Run, summary: dict[str, Any], rows: Any, json_file: Path | None) -> list[str]:
     from ..retrofit.files import write_json
+    from .page.build import write_page
+    from .page.shown import PAGE, Shown
     from .report import report_files
     from .runs import CASES
 
     files: dict[Path | None, Callable[[Path], None]] = {
-        folder / name: write for name, write in report_files(summary, rows).items()
+        opened.folder / name: write for name, write in report_files(summary, rows).items()
     }
-    safe = f"every finished case is safe in {folder / CASES}; the same command again writes the rest"
+    if len(rows):
+        files[opened.folder / PAGE] = partial(write_page, [Shown(opened.folder.resolve().name, opened, rows, summary)])
+    safe = f"every finished case is safe in {opened.folder / CASES}; the same command again writes the rest"
     return unwritten({**files, json_file: partial(write_json, summary)}, safe)
 
 

@@ -111,6 +111,13 @@ Workers = Annotated[
     int, typer.Option(help="Cases side by side, in so many processes. More than 1: times mean nothing. Not on a GPU.")
 ]
 RunFolder = Annotated[Path | None, _file("Folder of the run. Default: runs/eval-HOST-PRECISION.", "DIR")]
+RunFolders = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, as eval leaves them; several side by side.")
+]
+Page = Annotated[Path, _file("Where the page goes (HTML).")]
+Paper = Annotated[
+    bool, typer.Option("--paper", help="Show the paper's figures beside runs of other hosts and tables, too.")
+]
 DaskCases = Annotated[
     str | None, typer.Option("--dask", metavar="ADDRESS|local", help="Run the cases by the workers of a Dask cluster.")
 ]

@@ -105,6 +105,7 @@ def test_help_imports_no_torch() -> None:
             "datasets",
             "doctor",
             "eval",
+            "report",
             "predict",
             "pretrain",
             "frontier",
@@ -328,7 +329,14 @@ def test_eval_and_again(tmp_path: Path, quick: None) -> None:
     assert "good.csv#y seed 1: host RMSE" in result.stdout
     assert "paper" not in result.stdout
     found = {file.name for file in (tmp_path / "run").iterdir()}
-    assert {"summary.json", "table.md", "deltas.png", "cases.jsonl", "settings.json"} <= found
+    assert {"summary.json", "table.md", "deltas.png", "cases.jsonl", "settings.json", "cases.csv"} <= found
+    (noted,) = (json.loads(line) for line in (tmp_path / "run" / "provenance.jsonl").read_text().splitlines())
+    assert noted["command"] and noted["revision"]
+    assert f"To be opened in a browser: {tmp_path / 'run' / 'report.html'}" in result.stdout.splitlines()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "1 of 4 cases have no result, and no figure counts them: half.csv#y seed 0 (DatasetError" in page
+    assert oretrofit(f"report {tmp_path / 'run'} --out {tmp_path / 'same.html'}").exit_code == 0
+    assert (tmp_path / "same.html").read_text() == page
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     assert list(summary["variants"]) == ["identity", "oa"]
@@ -399,10 +407,10 @@ def test_eval_without_room_for_its_tables_says_what_is_safe(
     safe = f"every finished case is safe in {tmp_path / 'run' / 'cases.jsonl'}; the same command again writes the rest"
     errors = [
         f"Error: {tmp_path / name}: No space left on device; {safe}"
-        for name in ("run/summary.json", "run/table.md", "t.json")
+        for name in ("run/summary.json", "run/table.md", "run/cases.csv", "t.json")
     ]
     assert result.stderr.splitlines() == errors
-    assert (tmp_path / "run" / "deltas.png").exists()
+    assert (tmp_path / "run" / "deltas.png").exists() and (tmp_path / "run" / "report.html").exists()
 
 
 def test_eval_without_room_for_a_case_keeps_those_before(
@@ -576,6 +584,7 @@ def test_options_are_checked_before_torch_is_imported() -> None:
         *("eval --variant o", "eval --suite maxi", "eval --suite csv:gone.csv#y", "eval --seeds 99999999999999999999"),
         *("eval --precision half", "eval --retrofit good.csv", "eval --max-rows 1", "eval --out good.csv"),
         *("eval --workers 0", "eval --workers 2 --device cuda", "eval --margin 0", "eval --margin nan"),
+        *("report gone --out x.html", "report good.csv --out x.html", "report . --out missing/x.html"),
         *("frontier --variant o", "frontier --suite maxi", "frontier --plot x.svg", "frontier --json missing/x"),
         *("bench host --suite maxi", "bench host --host nowhere", "bench overhead --rows 0", "pretrain --steps 0"),
     ]

@@ -46,6 +46,7 @@ def test_the_wheel_holds_the_package_its_weights_and_its_tables(built: Path) -> 
     assert tops == {"oretrofit"}
     code = {file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")}
     data = {*(ROOT / "retrofit/hosts").iterdir(), *(ROOT / "experiments/data").iterdir(), ROOT / "py.typed"}
+    data |= set((ROOT / "experiments/page").glob("page.*"))
     expected = {f"oretrofit/{file.relative_to(ROOT).as_posix()}" for file in {*ROOT.glob("*.py"), *code, *data}}
     assert {file for file in files if ".dist-info/" not in file} == expected
     assert any(file.endswith(".dist-info/licenses/LICENSE") for file in files)

@@ -1,0 +1,1 @@
+"""The page that shows one run, or several side by side: what `oretrofit report` writes."""
