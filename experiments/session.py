@@ -198,7 +198,7 @@ def _write_report(folder: Path, summary: dict[str, Any], rows: Any, json_file: P
 
 def _what_is_begun(plan: Plan, labels: list[str], will_calibrate: bool, alone: bool) -> str:
     host, precision = Path(plan.host.name or "host").name, plan.precision_used()
-    first = [f"tau is calibrated on {plan.tables} synthetic tables"] if will_calibrate else []
+    first = [f"tau is calibrated on {plan.tables} synthetic table{'s' * (plan.tables != 1)}"] if will_calibrate else []
     first += ["each model predicts a small table to warm up, so that no case's time counts what loads once"] * alone
     before = f" First {'; then '.join(first)}." if first else ""
     return f"Comparing {', '.join(labels)} with the host {host}, {precision} on {plan.device}.{before}"
