@@ -13,6 +13,7 @@ from .calibration.variants import VARIANTS
 from .experiments.bench import bench
 from .retrofit import options, terminal
 from .retrofit.files import write_json, write_rows
+from .retrofit.printing import print_text
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,11 +69,11 @@ def patch(
     chosen: dict[str, Any] = {"delta": delta, "quantile": quantile, "tau": tau, "tables": tables, "seed": seed}
     with terminal.open_progress(console) as progress:
         retrofit, check = patch_and_check(host, variant, chosen, device, partial(terminal.begin_stage, progress))
-    console.print(checked_summary(retrofit, check))
+    print_text(console, checked_summary(retrofit, check))
     sites, spec = retrofit.table, known_spec(retrofit.model)
     files: options.Files = {out: retrofit.save, json_file: partial(write_rows, sites)}
     terminal.finish(console, site_tables(sites, spec), site_notes(spec), files)
-    console.print(f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.", soft_wrap=True)
+    print_text(console, f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.")
 
 
 @app.command(epilog="Example: [b]oretrofit hosts --json hosts.json[/b]")
@@ -197,7 +198,7 @@ def predict(
     device, console = terminal.start(device)
     with terminal.open_progress(console) as progress:
         predicted = predict_files(chosen, device, partial(terminal.begin_stage, progress))
-    console.print("\n".join(predicted.lines), soft_wrap=True)
+    print_text(console, "\n".join(predicted.lines))
     for line in predicted.warnings:
         typer.echo(line, err=True)
     terminal.exit_with(predicted.errors)
@@ -232,7 +233,7 @@ def pretrain(
                 progress.update(task, completed=step, description=f"Training, loss {loss:.3f}")
     except KeyboardInterrupt as stop:
         terminal.interrupted(stop, what_is_kept(out))
-    console.print(f"The host and its loss curve are in {out}.", soft_wrap=True)
+    print_text(console, f"The host and its loss curve are in {out}.")
 
 
 @app.command(epilog="Example: [b]oretrofit frontier --variant full-o --plot frontier.png[/b]")

@@ -10,6 +10,7 @@ import typer
 from ..calibration import settings
 from ..retrofit import options, terminal
 from ..retrofit.files import write_json
+from ..retrofit.printing import print_text
 
 bench = typer.Typer(
     help="Measure what a patch costs, how good a host is, and what ragged prediction gains.", no_args_is_help=True
@@ -63,7 +64,7 @@ def bench_host(
     from .baselines import compare_baselines
 
     with console.status("Comparing"):
-        table = compare_baselines(load_host(host), datasets, seeds, device=device, on_case=console.print)
+        table = compare_baselines(load_host(host), datasets, seeds, device=device, on_case=partial(print_text, console))
     terminal.finish_frame(console, table, json_file, "RMSE / RMSE of predicting the train mean")
 
 

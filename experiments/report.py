@@ -274,33 +274,31 @@ def plot_deltas(rows: pd.DataFrame, names: Mapping[str, str], file: Path) -> Non
     from matplotlib.figure import Figure  # slow to import; without pyplot there is no backend to choose
 
     datasets, variants = list(rows["dataset"].unique()), list(rows["variant"].unique())
-    groups = [*(names[dataset] for dataset in datasets), "mean,\n95 % CI"]
-    figure = Figure(figsize=(max(5.2, 1.3 + 0.95 * len(groups)), 3.9), dpi=160, layout="constrained")
+    groups = [*(names[dataset] for dataset in datasets), "mean, 95 % CI"]
+    lanes = 0.09 * len(variants)  # inches
+    figure = Figure(figsize=(7.5, 1.1 + len(groups) * max(0.2, lanes)), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    set_change_scale(axes, rows)
+    set_change_scale(axes, rows, "x")
     for position in range(0, len(datasets), 2):
-        axes.axvspan(position - 0.5, position + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
-    axes.axvline(len(datasets) - 0.5, color="black", linewidth=0.8)
-    axes.axhline(0, color="black", linewidth=0.8)
+        axes.axhspan(position - 0.5, position + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
+    axes.axhline(len(datasets) - 0.5, color="black", linewidth=0.8)
+    axes.axvline(0, color="black", linewidth=0.8)
     for i, variant in enumerate(variants):
         marker, color = STYLES.get(variant, OTHER_STYLE)
         lane = 0.84 * ((i + 0.5) / len(variants) - 0.5)
         cases = rows[rows["variant"] == variant]
-        seeds = sorted(cases["seed"].unique())
-        nudge = np.array([seeds.index(seed) + 0.5 for seed in cases["seed"]]) / len(seeds) - 0.5
-        x = np.array([datasets.index(dataset) for dataset in cases["dataset"]]) + lane + 0.5 * nudge / len(variants)
+        y = np.array([datasets.index(dataset) for dataset in cases["dataset"]]) + lane
         deltas = cases["rmse_delta_pct"].to_numpy()
         style: dict[str, Any] = {"marker": marker, "color": color, "linestyle": "none", "markeredgewidth": 0}
-        axes.plot(x, deltas, markersize=5, alpha=0.8, label=variant, **style)
+        axes.plot(deltas, y, markersize=4, alpha=0.8, label=variant, **style)
         mean, (low, high) = deltas.mean(), bootstrap_interval(deltas, cases["dataset"].to_numpy())
-        axes.vlines(len(datasets) + lane, low, high, color=color, linewidth=1.5)
-        axes.plot(len(datasets) + lane, mean, markersize=7, **style)
+        axes.hlines(len(datasets) + lane, low, high, color=color, linewidth=1.5)
+        axes.plot(mean, len(datasets) + lane, markersize=5, **style)
 
-    crowded = len(groups) * max(map(len, groups)) > 110
-    axes.set_xticks(range(len(groups)), groups, rotation=35 if crowded else 0, ha="right" if crowded else "center")
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.5, len(groups) - 0.5)
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_yticks(range(len(groups)), groups)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(groups) - 0.5, -0.5)
+    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside upper center", ncols=len(variants), frameon=False, handletextpad=0.2)
@@ -308,24 +306,25 @@ def plot_deltas(rows: pd.DataFrame, names: Mapping[str, str], file: Path) -> Non
         figure.savefig(part, format="png")
 
 
-def set_change_scale(axes: Any, rows: pd.DataFrame) -> None:
-    """Give a figure's `axes` an axis of RMSE changes in percent, for the values in `rows["rmse_delta_pct"]`.
+def set_change_scale(axes: Any, rows: pd.DataFrame, direction: str = "y") -> None:
+    """Give a figure's `axes` an axis (`x` or `y`) of RMSE changes in percent, for the values in `rows["rmse_delta_pct"]`.
 
     It is symlog where the variants' changes differ by orders of magnitude, linear below most.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter, SymmetricalLogLocator
 
+    axis, label = getattr(axes, f"{direction}axis"), "RMSE change against the host, %"
     sizes = rows.loc[rows["variant"] != "identity", "rmse_delta_pct"].abs()
     typical = sizes[sizes > 0].median()
-    axes.set_ylabel("RMSE change against the host, %")
     if sizes.max() > 20 * typical:
         threshold = 10.0 ** math.floor(math.log10(typical))
-        axes.set_yscale("symlog", linthresh=threshold)
-        axes.set_ylabel(f"{axes.get_ylabel()}\n(linear up to ±{threshold:g}, logarithmic beyond)")
-        axes.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=threshold))
-        axes.yaxis.set_minor_locator(SymmetricalLogLocator(base=10, linthresh=threshold, subs=range(2, 10)))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
+        getattr(axes, f"set_{direction}scale")("symlog", linthresh=threshold)
+        label += f"\n(linear up to ±{threshold:g}, logarithmic beyond)"
+        axis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=threshold))
+        axis.set_minor_locator(SymmetricalLogLocator(base=10, linthresh=threshold, subs=range(2, 10)))
+        axis.set_minor_formatter(NullFormatter())
+    axis.set_label_text(label)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
 
 
 def bootstrap_ci(values: np.ndarray) -> list[float]:

@@ -24,7 +24,7 @@ from ..retrofit.options import (
     host_file,
     unwritten,
 )
-from ..retrofit.printing import print_table
+from ..retrofit.printing import print_table, print_text
 from ..retrofit.terminal import interrupted, open_progress
 
 if TYPE_CHECKING:
@@ -120,14 +120,14 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         changes = report.case_cells(rows, names)
         print_table(console, *changes, title="RMSE change of each case against the host, %")
         print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
-        console.print(report.notes(summary))
+        print_text(console, report.notes(summary))
         for words in [*verdicts(summary["statistics"]), WHAT_A_VERDICT_SAYS, power_words(summary["power"])]:
             if words:
-                console.print(words)
+                print_text(console, words)
     files = [name for name in (*REPORTS, CASES, SETTINGS) if (folder / name).exists()]
-    console.print(f"In {folder}: {', '.join(files)}", soft_wrap=True)
+    print_text(console, f"In {folder}: {', '.join(files)}")
     if PAGE in files:
-        console.print(f"To be opened in a browser: {folder / PAGE}", soft_wrap=True)
+        print_text(console, f"To be opened in a browser: {folder / PAGE}")
     if failures:
         errors.append(_failed_cases(failures, len(plan.datasets) * plan.seeds))
     return errors
@@ -165,14 +165,14 @@ def _run_missing(
             alone, labels = workers == 1 and client is None, list(opened.settings["variants"])
             will_calibrate = not all(opened.retrofit_file(label).exists() for label in plan.deltas())
             if opened.missing():
-                console.print(_what_is_begun(plan, labels, will_calibrate, alone))
+                print_text(console, _what_is_begun(plan, labels, will_calibrate, alone))
             calibrating = progress.add_task("Calibrating", total=plan.tables, visible=will_calibrate)
             warming = progress.add_task("Warming up", total=1 + len(labels), visible=alone)
             running = progress.add_task("Cases", total=len(opened.missing()))
 
             def show(line: str) -> None:
                 progress.advance(running)
-                console.print(line, soft_wrap=True)
+                print_text(console, line)
 
             return evaluate.evaluate(
                 plan,
@@ -209,7 +209,7 @@ def _write_report(opened: Run, summary: dict[str, Any], rows: Any, json_file: Pa
 
 def _what_is_begun(plan: Plan, labels: list[str], will_calibrate: bool, alone: bool) -> str:
     host, precision = Path(plan.host.name or "host").name, plan.precision_used()
-    first = [f"tau is calibrated on {plan.tables} synthetic tables"] if will_calibrate else []
+    first = [f"tau is calibrated on {plan.tables} synthetic table{'s' * (plan.tables != 1)}"] if will_calibrate else []
     first += ["each model predicts a small table to warm up, so that no case's time counts what loads once"] * alone
     before = f" First {'; then '.join(first)}." if first else ""
     return f"Comparing {', '.join(labels)} with the host {host}, {precision} on {plan.device}.{before}"
@@ -218,12 +218,12 @@ def _what_is_begun(plan: Plan, labels: list[str], will_calibrate: bool, alone: b
 def _say_what_is_there(console: Console, opened: Run, total: int) -> None:
     missing = opened.missing()
     if done := total - len(missing):
-        console.print(f"{done} of {total} cases are in {opened.folder} already and are not run again.", soft_wrap=True)
+        print_text(console, f"{done} of {total} cases are in {opened.folder} already and are not run again.")
     if partly := sum(len(labels) < len(opened.settings["variants"]) for labels in missing.values()):
-        console.print(f"{partly} of {total} are there for some of the variants; the others are added.")
+        print_text(console, f"{partly} of {total} are there for some of the variants; the others are added.")
     if opened.cases and opened.differences:
         differing = "; ".join(opened.differences)
-        console.print(f"What ran there before ran otherwise ({differing}); it is kept, not used.", soft_wrap=True)
+        print_text(console, f"What ran there before ran otherwise ({differing}); it is kept, not used.")
 
 
 def _failed_cases(failures: list[Failure], total: int) -> str:

@@ -27,15 +27,22 @@ def frame_cells(frame: pd.DataFrame) -> Cells:
     return [str(column).replace("_", " ") for column in frame.columns], cells
 
 
+def print_text(console: Console, text: str) -> None:
+    """Print lines, in a terminal wrapped between words: what is longer than a line, such as a path, stays whole."""
+    if console.is_terminal:
+        text = "\n".join(piece for line in text.split("\n") for piece in _wrapped(line, console.width))
+    console.print(text, soft_wrap=True)
+
+
 def print_table(console: Console, header: list[str], cells: list[list[str]], *, title: str, left: int = 1) -> None:
     """Print a table, its first `left` columns of text flush left; where it is no terminal, as Markdown.
 
     In a terminal text goes over to the next line between words only, and figures do not. A table that is too wide even
     so is printed in parts, each with its columns of text.
     """
-    console.print(title)
+    print_text(console, title)
     if not console.is_terminal:
-        console.print(f"\n{markdown_table(header, cells, left, aligned=True)}\n", soft_wrap=True)
+        print_text(console, f"\n{markdown_table(header, cells, left, aligned=True)}\n")
         return
     columns = [[name, *column] for name, *column in zip(header, *cells, strict=True)]
     for widths in _widths(columns, left, console.width + _GAP):

@@ -9,7 +9,7 @@ import shutil
 import pandas as pd
 
 from ..patches.host_spec import HostSpec
-from .printing import Cells, Titled, print_table
+from .printing import Cells, Titled, print_table, print_text
 
 
 def site_tables(sites: pd.DataFrame, spec: HostSpec) -> list[Titled]:
@@ -53,11 +53,11 @@ def as_text(summary: str, sites: pd.DataFrame, spec: HostSpec) -> str:
     console = Console(
         file=file, width=columns, force_terminal=True, color_system=None, highlight=False, markup=False, emoji=False
     )
-    console.print(f"{summary}\n")
+    print_text(console, f"{summary}\n")
     for title, (header, cells), left in site_tables(sites, spec):
         print_table(console, header, cells, title=title, left=left)
-    console.print(site_notes(spec), end="")
-    return file.getvalue()
+    print_text(console, site_notes(spec))
+    return file.getvalue().rstrip("\n")
 
 
 def as_html(summary: str, sites: pd.DataFrame) -> str:

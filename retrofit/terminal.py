@@ -18,7 +18,7 @@ import typer
 from ..calibration.settings import DEVICES
 from .files import write_rows
 from .options import Files, check_choice, unwritten, what_failed, without_advice
-from .printing import Titled, frame_cells, print_table
+from .printing import Titled, frame_cells, print_table, print_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -109,9 +109,7 @@ def open_console() -> Console:
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it does not have must not cost the results
         sys.stdout.reconfigure(errors="backslashreplace")
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.soft_wrap = not console.is_terminal  # a pipe has no width
-    return console
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def open_progress(console: Console) -> Progress:
@@ -140,7 +138,7 @@ def finish(
     for title, (header, cells), left in tables:
         print_table(console, header, cells, title=title, left=left)
     if notes:
-        console.print(notes)
+        print_text(console, notes)
     exit_with([*errors, *failures])
 
 

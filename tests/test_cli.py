@@ -383,6 +383,24 @@ def test_eval_with_another_margin_runs_nothing_again(tmp_path: Path, quick: None
     assert "## What the tests say" in table and "What could have been missed" in table
 
 
+def test_eval_in_a_terminal_of_80_columns(tmp_path: Path, quick: None) -> None:
+    """And what is said of a table is said once, though each case reads it."""
+    table = pd.read_csv("good.csv")
+    table.to_csv(tmp_path / "semicolons.csv", sep=";", index=False)
+    command = f"{EVAL} --seeds 2 --suite csv:{tmp_path / 'semicolons.csv'}#y --out {tmp_path / 'run'}"
+    terminal = {"COLUMNS": "80", "FORCE_COLOR": "1", "TERM": "dumb"}
+    result = CliRunner(env=terminal).invoke(cli.app, [*command.split(), *(f"--variant={name}" for name in VARIANTS)])
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("semicolons between cells") == 1, result.stderr
+    lines = result.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("In ", str(tmp_path))))
+    assert sum("24 + 12 x 3" in line or "16 + 8 x 3" in line for line in lines) == 2
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    for variant in summary["variants"].values():
+        low, high = map(report.percent, variant["ci95_pct"])
+        assert any(f"{low} to {high}" in line for line in lines)
+
+
 def test_eval_says_what_of_a_folder_it_does_not_use(tmp_path: Path, quick: None) -> None:
     command = f"{EVAL} --variant identity --seeds 1 --suite csv:good.csv#y --out {tmp_path / 'run'}"
     assert oretrofit(command).exit_code == 0
@@ -469,7 +487,7 @@ def test_eval_that_is_ended_goes_on(tmp_path: Path, how: signal.Signals, code: i
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None and process.stderr is not None
-    assert "calibrated on 1 synthetic tables; then each model predicts a small table" in process.stdout.readline()
+    assert "calibrated on 1 synthetic table; then each model predicts a small table" in process.stdout.readline()
     assert "seed 0: host RMSE" in process.stdout.readline()
     process.send_signal(how)
     errors = process.stderr.read()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from oretrofit.retrofit.printing import markdown_table, print_table
+from oretrofit.retrofit.printing import markdown_table, print_table, print_text
 
 HEADER = ["dataset", "seed", "rows x columns", "host RMSE", "identity", "oa"]
 ROWS = [
@@ -26,6 +26,17 @@ def printed(header, rows, *, width=80, terminal=True, left=1, encoding="utf-8", 
     title, *lines = file.buffer.getvalue().decode(encoding).split("\n")
     assert title == "A title"
     return lines
+
+
+def test_text_breaks_between_words_in_a_terminal_and_nowhere_in_a_pipe():
+    text = "In /a/folder/with/a/long/name: one, two\nand three"
+    for terminal, expected in (
+        (True, "In\n/a/folder/with/a/long/name:\none, two\nand three\n"),
+        (False, f"{text}\n"),
+    ):
+        file = io.StringIO()
+        print_text(Console(file=file, width=12, force_terminal=terminal, highlight=False, color_system=None), text)
+        assert file.getvalue() == expected
 
 
 def test_a_table_that_fits():
