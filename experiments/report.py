@@ -307,9 +307,9 @@ def plot_deltas(rows: pd.DataFrame, names: Mapping[str, str], file: Path) -> Non
 
 
 def set_change_scale(axes: Any, rows: pd.DataFrame, direction: str = "y") -> None:
-    """Give a figure's `axes` an axis (`x` or `y`) of RMSE changes in percent, for the values in `rows["rmse_delta_pct"]`.
+    """Let a figure's `axes` show RMSE changes in percent along x or y, for the values in `rows["rmse_delta_pct"]`.
 
-    It is symlog where the variants' changes differ by orders of magnitude, linear below most.
+    The scale is symlog where the variants' changes differ by orders of magnitude, linear below most.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter, SymmetricalLogLocator
 
