@@ -28,8 +28,8 @@ from oretrofit.patches import (
     log_presence,
     oattention,
     oinject,
-    ostandardize,
     operators,
+    ostandardize,
     presence,
 )
 from oretrofit.patches.operators import support_moments
