@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import tabpfn_api
 from .planning import DEFAULT_PADDING, MAX_CELLS
 from .predictor import Decode, TablePredictor
-from .preparing import Job, default_n_jobs
+from .preparing import Job, Prepared, default_n_jobs
 from .report import RaggedReport, Tally
 
 if TYPE_CHECKING:
@@ -240,9 +240,7 @@ def _predict(
     warn_of_the_ignored(predictor.template, max_cells)
     # Seeds are drawn in the caller's order, whatever the order of work.
     seeds = [tabpfn_api.infer_random_state(predictor.template.random_state)[0] for _ in tables]
-    jobs = [
-        Job({**predictor.job_options, "random_state": seed}, *table) for seed, table in zip(seeds, tables, strict=True)
-    ]
+    jobs = [Job(seed, *table) for seed, table in zip(seeds, tables, strict=True)]
     if client is not None:
         n_jobs = 0
     elif n_jobs is None:
@@ -267,9 +265,15 @@ def _predict(
 
 
 def _decode(
-    regressor: TabPFNRegressor, total_ML: Tensor | None, rows: int, output_type: str, quantiles: list[float]
+    regressor: TabPFNRegressor,
+    table: Prepared,
+    total_ML: Tensor | None,
+    rows: int,
+    output_type: str,
+    quantiles: list[float],
 ) -> Any:
     """What `predict` returns for a table of so many test rows, from the sum of its members' logits."""
-    if total_ML is None:
-        return tabpfn_api.constant_prediction(regressor, rows, output_type, quantiles)
-    return tabpfn_api.decode(regressor, total_ML, len(regressor.executor_.members), output_type, quantiles)
+    if table.constant is not None:
+        return tabpfn_api.constant_prediction(table.constant, rows, output_type, quantiles)
+    assert total_ML is not None
+    return tabpfn_api.decode(regressor, total_ML, len(table.members), table.target_moments, output_type, quantiles)

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from oretrofit import patch
-from oretrofit.retrofit.ragged.passes import Member, pad
+from oretrofit.retrofit.ragged.passes import packed, pad, unpacked
 from oretrofit.retrofit.ragged.planning import Costs, plan_batches, share_out
+from oretrofit.retrofit.ragged.preparing import Member
 
 
 @pytest.fixture(scope="module")
@@ -70,21 +71,35 @@ def test_costs(closed):
     assert Costs.of(model, torch.device("mps"), 99).max_cells == 0  # every member alone
 
 
-def testpad():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_pad(dtype):
     def member(n, m, c):
-        return Member(torch.rand(n + m, c), torch.rand(n), 0, None)
+        x_RC, y_N = torch.rand(n + m, c).to(dtype), torch.rand(n).to(dtype)
+        return Member(*((x_RC, y_N) if dtype == torch.bfloat16 else (x_RC.numpy(), y_N.numpy())), None)
 
     members = [member(3, 1, 2), member(2, 2, 4)]
     x_RBC, y_NB, structure = pad(members)
-    assert (x_RBC.shape, y_NB.shape) == ((5, 2, 4), (3, 2))
+    assert (x_RBC.shape, y_NB.shape, x_RBC.dtype, y_NB.dtype) == ((5, 2, 4), (3, 2), dtype, dtype)
     assert structure.rows_BR.tolist() == [[True, True, True, True, False], [True, True, False, True, True]]
     assert structure.columns_BC.tolist() == [[True, True, False, False], [True, True, True, True]]
     for i, m in enumerate(members):
         live = x_RBC[:, i][structure.rows_BR[i]][:, structure.columns_BC[i]]
-        assert torch.equal(live, m.x_RC)
-        assert torch.equal(y_NB[: len(m.y_N), i], m.y_N)
+        assert torch.equal(live, torch.as_tensor(m.x_RC))
+        assert torch.equal(y_NB[: len(m.y_N), i], torch.as_tensor(m.y_N))
     same = pad([member(3, 1, 2), member(3, 1, 2)])[2]
     assert same.rows_BR is None and same.columns_BC is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("exists", [None, torch.tensor([[True, False, True]])])
+def test_a_batch_on_its_way_to_a_gpu(dtype, exists):
+    """Bytes in one piece, and the same tensors made of them."""
+    parts = [torch.randn(3, 1, 5).to(dtype), torch.randn(3, 1).to(dtype), exists, torch.rand(1, 5) < 0.5]
+    flat = packed(parts)
+    assert (flat.dtype, flat.ndim) == (torch.uint8, 1)
+    for part, again in zip(parts, unpacked(flat.clone(), parts), strict=True):
+        assert (part is None) == (again is None)
+        assert part is None or (part.dtype == again.dtype and torch.equal(part, again))
 
 
 # ---- Which tables share a process ----------------------------------------------------------------
