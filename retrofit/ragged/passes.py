@@ -84,7 +84,7 @@ class Passes:
                     torch.cuda.empty_cache()
                 if len(batch) > 1:
                     n_train, n_test, columns = _padded_size(batch)
-                    cells = len(batch) * (n_train + n_test) * columns
+                    cells = len(batch) * self.costs.cells(n_train + n_test, columns)
                     self.costs = dataclasses.replace(self.costs, max_cells=cells // 2)
                     left = self._plan(list(itertools.chain(batch, *left)))
                 else:
@@ -124,7 +124,7 @@ class Passes:
         n_train, n_test, columns = _padded_size(batch)
         tally.batches += 1
         tally.members += len(batch)
-        tally.own_work += sum(self.costs.work(len(m.x_RC), m.x_RC.shape[1]) for m in batch)
+        tally.own_work += sum(self.costs.work(*m.x_RC.shape) for m in batch)
         tally.padded_work += len(batch) * self.costs.work(n_train + n_test, columns)
 
     def _forward(self, members: list[Member]) -> Tensor:

@@ -119,9 +119,10 @@ def predict_ragged(
         output_type: As of `TabPFNRegressor.predict`.
         quantiles: As of `TabPFNRegressor.predict`.
         max_padding: The largest share of a forward pass's work that may be padding, in [0, 1).
-        max_cells: Rows times columns that may go through the model together; by device, by default. What does not
-            fit into the device's memory is halved, down to single members, and nothing is lost. On others than CPU
-            and CUDA (on MPS) every member runs alone, whatever is given here, with a warning.
+        max_cells: Cells (rows times columns, where each column counts the host's inducing points as rows, 16 in the
+            bundled host and 128 in Prior Labs') that may go through the model together; by device, by default. What
+            does not fit into the device's memory is halved, down to single members, and nothing is lost. On others
+            than CPU and CUDA (on MPS) every member runs alone, whatever is given here, with a warning.
         on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
         n_jobs: Processes; 0 for none. On a CPU each predicts its tables from beginning to end, with one thread: by
             default as many as torch has threads (docs/threads.md). Beside a GPU they preprocess: by default all cores

@@ -158,19 +158,22 @@ def test_report(closed, tables, monkeypatch):
     forward, padded, own = closed_class.forward, [], []
     costs = Costs.of(closed.model, torch.device("cpu"))
 
+    def work_of(rows, columns):
+        return rows * (columns * costs.cell + costs.row) + columns * costs.points * costs.point
+
     def seen(self, x, y, *args, structure, **kwargs):
         (R, B, C) = x.shape
         rows = [R] * B if structure.rows_BR is None else structure.rows_BR.sum(1).tolist()
         columns = [C] * B if structure.columns_BC is None else structure.columns_BC.sum(1).tolist()
-        padded.append(B * R * (C * costs.cell + costs.row))
-        own.append(sum(r * (c * costs.cell + costs.row) for r, c in zip(rows, columns, strict=True)))
-        assert B == 1 or B * R * C <= 1000
+        padded.append(B * work_of(R, C))
+        own.append(sum(map(work_of, rows, columns)))
+        assert B == 1 or B * (R + costs.points) * C <= 2000
         return forward(self, x, y, *args, structure=structure, **kwargs)
 
     monkeypatch.setattr(closed_class, "forward", seen)
     for share in (0.15, 0.4):
         padded.clear(), own.clear()
-        _, report = ragged(closed, tables, max_padding=share, max_cells=1000, return_report=True)
+        _, report = ragged(closed, tables, max_padding=share, max_cells=2000, return_report=True)
         assert report.batches == len(padded)
         assert report.padding == pytest.approx(1 - sum(own) / sum(padded))
         worst = max(1 - o / p for o, p in zip(own, padded, strict=True))
