@@ -42,8 +42,8 @@ class Retrofitted(Protocol):
         """`closed`, or it is refused."""
 
     @property
-    def specs(self) -> ModelSpecs:
-        """A fresh copy of the patched model, which may be used up."""
+    def lent_specs(self) -> ModelSpecs:
+        """A copy of the patched model, which may be moved and cast, but not written to."""
 
 
 class TableError(ValueError):
@@ -149,7 +149,7 @@ def predict_ragged(
     quantiles = QUANTILES if quantiles is None else quantiles
     _check_settings(output_type, quantiles, max_padding, max_cells, on_error, n_jobs, client)
     results, report = _predict(
-        retrofit.specs,
+        retrofit.lent_specs,
         _as_tables(X_trains, y_trains, X_tests),
         options,
         decode=functools.partial(_decode, output_type=output_type, quantiles=quantiles),
