@@ -72,6 +72,7 @@ __all__ = [
     "register_architecture",
     "save_as_safetensors",
     "should_save_peak_mem",
+    "show_nan",
     "translate",
     "translation_of",
     "uses_majority_downsample",
@@ -209,6 +210,11 @@ def model_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) 
     if dtype is not None:
         cache.set_dtype(dtype)
     return cache.get(device)
+
+
+def show_nan(model: nn.Module) -> None:
+    """Let a model's output be NaN where it is; TabPFN makes it 0, and so hides what a check is after."""
+    model._nan_safe_output = False  # type: ignore[assignment]
 
 
 # ---- Models and checkpoints ---------------------------------------------------------------------
