@@ -351,6 +351,41 @@ def test_what_is_ignored_is_said():
     assert "show_progress_bar has no effect" in said("cpu", show_progress_bar=True)[0]
 
 
+def test_what_prepares_leaves_the_gpu_alone(closed, tables, monkeypatch):
+    """Beside a GPU it runs in forked processes, in which the first call of CUDA would raise, as it does here."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+
+    made = predictor.TablePredictor(closed.specs, OPTIONS, None, max_padding=0.2)
+    constant = (np.arange(12.0).reshape(4, 3), np.full(4, 7.5), np.ones((2, 3)))
+    jobs = [preparing.Job(0, *table) for table in [*tables, constant]]
+    expected = [preparing.prepare(job, made.job_options, None) for job in jobs]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+    for job, before in zip(jobs, expected, strict=True):
+        for own, other in zip(preparing.prepare(job, made.job_options, None).members, before.members, strict=True):
+            np.testing.assert_array_equal(own.x_RC, other.x_RC)
+
+
+def test_how_processes_start_beside_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert (workers.start_method(), workers.start_method(beside_gpu=True)) == (
+        "loky",
+        "fork" if sys.platform == "linux" else "loky",
+    )
+    assert workers.start_method(2, beside_gpu=True) == "loky"
+    seen = []
+    monkeypatch.setattr(preparing, "call_each", lambda *_, start, **__: seen.append(start))
+    preparing.prepared_ahead([], {}, None, 3)
+    assert seen == [workers.start_method(beside_gpu=True)]
+    monkeypatch.setattr(preparing.joblib, "cpu_count", lambda: 16)
+    assert preparing.default_n_jobs(8, torch.device("cuda")) == (15 if sys.platform == "linux" else 0)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda(closed, tables):
     actual, report = ragged(closed, tables, device="cuda", return_report=True)
