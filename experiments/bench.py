@@ -16,6 +16,8 @@ bench = typer.Typer(
     help="Measure what a patch costs, how good a host is, and what ragged prediction gains.", no_args_is_help=True
 )
 
+Precision = Annotated[str, typer.Option(help="[b]float32[/b], or [b]auto[/b]: half precision where TabPFN takes it.")]
+
 
 @bench.command(epilog="Example: [b]oretrofit bench overhead --host random-v3 --rows 1000[/b]")
 @terminal.plain_errors()
@@ -25,11 +27,13 @@ def overhead(
     rows: Annotated[int, typer.Option(help="Train rows.")] = 1000,
     columns: Annotated[int, typer.Option(help="Feature columns.")] = 10,
     device: options.Device = "auto",
+    precision: Precision = settings.PRECISION,
     json_file: options.JsonFile = None,
 ) -> None:
     """Time host and variants against each other on one table of random data."""
     options.check_host(host)
     options.check_positive(rounds=1 if rounds is None else rounds, rows=rows, columns=columns)
+    options.check_choice("--precision", precision, settings.BENCH_PRECISIONS)
     options.check_outputs({"--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
     from ..retrofit.hosts import load_host
@@ -37,7 +41,13 @@ def overhead(
 
     with console.status("Timing") as status:
         table = measure_overhead(
-            load_host(host), rows=rows, columns=columns, rounds=rounds, device=device, on_round=status.update
+            load_host(host),
+            rows=rows,
+            columns=columns,
+            rounds=rounds,
+            device=device,
+            precision=precision,
+            on_round=status.update,
         )
     title = f"Time of a forward pass, variant / host, {rows} x {columns}, {device}"
     terminal.finish_frame(console, table, json_file, title)
@@ -75,17 +85,21 @@ def bench_ragged(
     host: options.Host = settings.HOST,
     rounds: Annotated[int, typer.Option(help="Runs of each method, each in a process of its own.")] = 3,
     device: options.Device = "auto",
+    precision: Precision = settings.PRECISION,
     json_file: options.JsonFile = None,
 ) -> None:
     """Time ragged prediction against a loop of fit and predict, and against predict_batched by shape."""
     options.check_host(host)
     options.check_positive(tables=tables, rounds=rounds)
+    options.check_choice("--precision", precision, settings.BENCH_PRECISIONS)
     options.check_outputs({"--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
     from . import ragged_bench as run
 
     with console.status("Timing") as status:
-        result = run.measure_ragged(host, tables=tables, rounds=rounds, device=device, on_run=status.update)
+        result = run.measure_ragged(
+            host, tables=tables, rounds=rounds, device=device, precision=precision, on_run=status.update
+        )
     table = f"Predicting {tables} tables, {host}, {device}", run.bench_cells(result), 1
     terminal.finish(console, [table], run.bench_notes(result), {json_file: partial(write_json, result)})
 

@@ -14,6 +14,7 @@ from tabpfn.base import ModelSpecs
 
 from ..calibration.cases import Case
 from ..calibration.predicting import PRECISIONS, predict_case, rmse, train_mean_rmse
+from ..retrofit import tabpfn_api
 from ..retrofit.api import Retrofit
 from ..retrofit.check import compare, synthetic_cases
 from ..retrofit.hosts import Host
@@ -134,17 +135,18 @@ class CaseRunner:
         return record
 
     def _answer(self, specs: ModelSpecs, case: Case) -> _Answer:
+        tabpfn_api.show_nan(specs.model)
+
+        def predict() -> Any:
+            options = {"device": self.device, "inference_precision": PRECISIONS[self.precision], **self.estimator}
+            return predict_case(specs, case, output_type="full", **options)
+
+        if self.device == "cuda":
+            predict()  # what a shape costs at first is no part of the time, and on a GPU each has such costs
         gc.collect()  # what earlier runs left would count into this one's peak
         measuring = reset_peak(self.device)
         start = time.perf_counter()
-        output = predict_case(
-            specs,
-            case,
-            output_type="full",
-            device=self.device,
-            inference_precision=PRECISIONS[self.precision],
-            **self.estimator,
-        )
+        output = predict()
         seconds = time.perf_counter() - start
         peak = peak_mb(self.device) if measuring else None
 

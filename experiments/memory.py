@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,17 @@ def reset_peak(device: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def peak_gpu_mb(device: str, run: Callable[[], object]) -> float | None:
+    """Peak in MiB of what torch has on the GPU while something runs, beyond what was there before; None on a CPU."""
+    if device != "cuda":
+        run()
+        return None
+    reset_peak(device)
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def peak_mb(device: str) -> float | None:

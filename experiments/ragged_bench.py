@@ -18,7 +18,9 @@ import torch
 from tabpfn import TabPFNRegressor
 
 from ..calibration.carriers import split_table
+from ..calibration.predicting import PRECISIONS
 from ..calibration.prior import draw_table
+from ..retrofit import tabpfn_api
 from ..retrofit.api import patch
 from ..retrofit.hosts import load_host
 from ..retrofit.printing import Cells
@@ -76,39 +78,39 @@ def measure_ragged(
     tables: int,
     rounds: int,
     device: str = "cpu",
+    precision: str = "float32",
     on_run: Callable[[str], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Time ragged prediction, a loop of `fit` and `predict`, that in processes, and `predict_batched` by shape.
 
-    All others run the unpatched host, as anybody would who does without ragged
-    prediction; ragged prediction runs the host's `closed` retrofit. On a CPU the loop also runs in as many processes as
-    torch has threads, of one thread each. Each round runs every method once over
-    the same tables, in an order drawn anew, each in a process of its own: a peak of memory only grows. All
-    predict means with TabPFN's default settings in float32. Counted is what happens from raw tables to
-    predicted means, the start of worker processes included; imports, loading the model
-    and a first small table are not.
+    All others run the unpatched host, as anybody would who does without ragged prediction, which runs the host's
+    `closed` retrofit. On a CPU the loop also runs in as many processes as torch has threads, of one thread each. Each
+    round runs every method once over the same tables, in an order drawn anew, each in a process of its own: a peak of
+    memory only grows. All predict means with TabPFN's default settings but for the precision. Counted is what happens
+    from raw tables to predicted means, the start of worker processes included; imports, loading the model and a first
+    small table are not.
 
     Args:
         host: A host's name or path.
         tables: How many; see `bench_tables`.
         rounds: Runs of each method.
         device: `cpu` or `cuda`.
+        precision: Of `PRECISIONS`.
         on_run: Called with a line of text before each run.
         options: Of `TabPFNRegressor`, for all methods.
 
     Returns:
-        `settings`, and for each of `METHODS`: `tables_per_second` (median over rounds), `peak_pss_mb` and
-        `peak_gpu_mb` (largest), `ragged_speedup` (the median over rounds of this method's time by that of
-        ragged prediction), `total_seconds` (each round's), `seconds` by stage (medians), `passes`,
-        `padding`, and `max_abs_diff_sd`, the largest difference of a predicted mean from the loop's in
-        standard deviations of the training target.
+        `settings`, and for each of `METHODS`: `tables_per_second` (median over rounds), `peak_pss_mb` and `peak_gpu_mb`
+        (largest), `ragged_speedup` (the median over rounds of this method's time by that of ragged prediction),
+        `total_seconds` (each round's), `seconds` by stage (medians), `passes`, `padding`, and `max_abs_diff_sd`, the
+        largest difference of a predicted mean from the loop's in standard deviations of the training target.
 
     Raises:
         HostError: As of `load_host`, before the first process starts.
     """
     load_host(host)
-    options = {"device": device, "inference_precision": torch.float32, **options}
+    options = {"device": device, "inference_precision": PRECISIONS[precision], **options}
     rng = np.random.default_rng(0)
     methods = [method for method in METHODS if device == "cpu" or method != "parallel_loop"]
     runs: dict[str, list[Measured]] = {method: [] for method in methods}
@@ -126,7 +128,7 @@ def measure_ragged(
         "rounds": rounds,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
-        "precision": "float32",
+        "precision": precision,
     }
     targets = [y for _, y, _ in bench_tables(tables)]
     ragged = np.array([run.total_seconds for run in runs["ragged"]])
@@ -248,6 +250,7 @@ def _run(method: str, host: str, options: dict[str, Any]) -> _Run:
 
 def _ragged(host: str, options: dict[str, Any]) -> _Run:
     retrofit = patch(host, "closed", tau=_TAU)
+    tabpfn_api.show_nan(retrofit.model)
 
     def run(tables: list[RawTable]) -> tuple[list[np.ndarray], dict[str, float], int, float]:
         lists = map(list, zip(*tables, strict=True))
@@ -261,6 +264,7 @@ def _one_by_one(method: str, host: str, options: dict[str, Any]) -> _Run:
     specs = load_host(host).specs
     clock = _Clock(options["device"])
     clock.watch(specs.model)
+    tabpfn_api.show_nan(specs.model)
     regressor = TabPFNRegressor(model_path=specs, **options)
 
     def run(tables: list[RawTable]) -> tuple[list[np.ndarray], dict[str, float], int, float]:

@@ -91,6 +91,8 @@ class HostSpec:
         borders: A model -> the borders of the bar distribution of its logits.
         cell_weights: A model -> how many weights are applied to each cell, the multiply-adds that it costs.
         row_weights: The same for each row, beside its cells.
+        points: A model -> how many tokens each column has beside its cells, however many rows there are.
+        point_weights: A model -> how many weights are applied to each of these.
         short_names: How tables shorten the names of its modules.
         audit: How it is audited.
         sources: Functions of TabPFN that the patches override, or whose order of calls they rely on, as
@@ -116,6 +118,8 @@ class HostSpec:
     borders: Callable[[Any], Tensor]
     cell_weights: Callable[[Any], int]
     row_weights: Callable[[Any], int]
+    points: Callable[[Any], int]
+    point_weights: Callable[[Any], int]
     short_names: Mapping[str, str]
     audit: AuditSpec
     sources: Mapping[str, str]

@@ -10,16 +10,27 @@ D head width, E hidden width. Definitions: docs/theory.md, section 2 (after Gong
 from __future__ import annotations
 
 import math
+import os
+import threading
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .presence import add_gated, gate, gate_, log_presence, presence, tame, zero_at
 
-# CUDA's grid limit on batch x heads in one fused attention call (pytorch issue 142228).
-_CUDA_MAX_CALLS = 65_535
+# The batch is one dimension of the grid of CUDA's memory-efficient kernel (pytorch issues 142228 and 146704).
+_CUDA_MAX_BATCH = 65_535
+
+# The kernels that CUDA may choose among for attention with a bias; None for all, cuDNN's first (docs/cuda.md).
+_CUDA_KERNELS: list[SDPBackend] | None = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+if os.environ.get("ORETROFIT_CUDNN_ATTENTION") == "1":
+    _CUDA_KERNELS = None
+
+# `sdpa_kernel` switches kernels for the whole process, and TabPFN runs several devices in threads.
+_choosing = threading.Lock()
 
 
 def oattention(
@@ -132,30 +143,37 @@ def _fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float
         bias = torch.where(bias > -torch.inf, finite, -torch.inf).to(q.dtype)
     else:
         bias = bias.to(torch.promote_types(q.dtype, torch.float32))
-    batch, heads = q.shape[:2]
+    batch = q.shape[0]
     with torch.autocast(q.device.type, enabled=False):
-        if q.device.type != "cuda" or batch * heads <= _CUDA_MAX_CALLS:
+        if q.device.type != "cuda":
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+        if batch <= _CUDA_MAX_BATCH:
+            return _attention_on_cuda(q, k, v, bias, scale)
         # By the number of chunks: a compiled model has to know that, but not the batch.
-        chunks = -(-batch // max(1, _CUDA_MAX_CALLS // heads))
+        chunks = -(-batch // _CUDA_MAX_BATCH)
         step = -(-batch // chunks)
         bias = bias.expand(batch, *bias.shape[1:])
-        return torch.cat(
-            [
-                F.scaled_dot_product_attention(
-                    q[i : i + step], k[i : i + step], v[i : i + step], attn_mask=bias[i : i + step], scale=scale
-                )
-                for i in (chunk * step for chunk in range(chunks))
-            ]
-        )
+        parts = (slice(chunk * step, (chunk + 1) * step) for chunk in range(chunks))
+        return torch.cat([_attention_on_cuda(q[part], k[part], v[part], bias[part], scale) for part in parts])
 
 
-def oinject(h: Tensor, u: Tensor, tau: float) -> Tensor:
+def _attention_on_cuda(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float | None) -> Tensor:
+    """Torch's attention by one of `_CUDA_KERNELS`."""
+    if _CUDA_KERNELS is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    if torch.compiler.is_compiling():  # the kernel is chosen now, and a lock cannot be traced
+        with sdpa_kernel(_CUDA_KERNELS):
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+    with _choosing, sdpa_kernel(_CUDA_KERNELS):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
+
+
+def oinject(h: Tensor, u: Tensor, tau: float, *, own: bool = False) -> Tensor:
     """OInject: `h + p(h) * u`, outside information u added to a carrier h; both (..., E).
 
-    Exactly 0 at h = 0, whatever u is there.
+    Exactly 0 at h = 0, whatever u is there. `own` as of `add_gated`.
     """
-    return add_gated(h, presence(h, tau), u)
+    return add_gated(h, presence(h, tau), u, own=own)
 
 
 def support_moments(x: Tensor, p: Tensor, dim: int, correction: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,8 +116,11 @@ def gate(p: Tensor, y: Tensor) -> Tensor:
 
 
 def gate_(p: Tensor, y: Tensor) -> Tensor:
-    """`gate(p, y)`, written over y where no gradient is recorded: y must be nobody else's."""
-    if y.requires_grad or y.dtype != p.dtype:
+    """`gate(p, y)`, written over y where no gradient is recorded: y must be nobody else's.
+
+    Half precision is multiplied by p in float32 and rounded once, on CUDA in one pass without a wider copy.
+    """
+    if y.requires_grad:
         return gate(p, y)
     return zero_at(p == 0, y, own=True).mul_(p.unsqueeze(-1))
 
@@ -130,6 +133,8 @@ def add_gated(h: Tensor, p: Tensor, u: Tensor, *, own: bool = False) -> Tensor:
     u = zero_at(p == 0, u, own=own)
     if h.dtype == p.dtype:
         return torch.addcmul(h, p.unsqueeze(-1), u.to(h.dtype))  # in one pass, rounded once
+    if own and not u.requires_grad:
+        return h + u.mul_(p.unsqueeze(-1))  # without a copy in float32, as in `gate_`
     return h + (p.unsqueeze(-1) * u).to(u.dtype)
 
 

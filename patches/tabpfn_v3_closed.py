@@ -39,7 +39,7 @@ class OTargetEncoder(nn.Linear):
     def inject(self, h: Tensor, y: Tensor) -> Tensor:
         """OInject of the embedded targets y (..., 1) into h (..., E)."""
         # Projected as a matrix: for more dimensions torch compiles a kernel on CUDA, and needs a C compiler.
-        return oinject(h, self(y.reshape(-1, 1)).unflatten(0, y.shape[:-1]), self.tau)
+        return oinject(h, self(y.reshape(-1, 1)).unflatten(0, y.shape[:-1]), self.tau, own=True)
 
 
 class OCellEmbedding(nn.Linear):
@@ -66,7 +66,7 @@ class OCellEmbedding(nn.Linear):
         if cell_BRCF.shape[-1] == width:
             return h_BRCE
         weight = torch.cat([self.target.weight, self.target.bias.unsqueeze(1)], dim=1)
-        return oinject(h_BRCE, F.linear(cell_BRCF[..., width:], weight), self.target.tau)
+        return oinject(h_BRCE, F.linear(cell_BRCF[..., width:], weight), self.target.tau, own=True)
 
 
 class OColumnAggregator(tabpfn_v3.ColumnAggregator):

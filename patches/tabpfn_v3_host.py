@@ -54,13 +54,30 @@ def _weights(*modules: nn.Module) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
+def _source_weights(attention: Any) -> int:
+    return _weights(attention.k_projection, attention.v_projection)
+
+
 def _cell_weights(model: tabpfn_v3.TabPFNV3) -> int:
-    return _weights(model.feature_distribution_embedder, model.column_aggregator)
+    # In the last block of the aggregator, cells are sources only.
+    *blocks, readout = model.column_aggregator.blocks
+    weights = _weights(*blocks) + _source_weights(readout.attention)
+    for block in model.feature_distribution_embedder.layers:
+        to_points, from_points = block.cross_attn_block1, block.cross_attn_block2
+        weights += _source_weights(to_points.attn) + _weights(from_points) - _source_weights(from_points.attn)
+    return weights
+
+
+def _point_weights(model: tabpfn_v3.TabPFNV3) -> int:
+    blocks = model.feature_distribution_embedder.layers
+    receivers, sources = (block.cross_attn_block1 for block in blocks), (block.cross_attn_block2 for block in blocks)
+    return sum(_weights(block) - _source_weights(block.attn) for block in receivers) + sum(
+        _source_weights(block.attn) for block in sources
+    )
 
 
 def _row_weights(model: tabpfn_v3.TabPFNV3) -> int:
-    # The CLS tokens pass the cells' stage, too.
-    cls_tokens = _cell_weights(model) * model.config.feat_agg_num_cls_tokens
+    cls_tokens = _weights(model.column_aggregator.blocks) * model.config.feat_agg_num_cls_tokens
     return _weights(model.icl_blocks, model.output_projection) + cls_tokens
 
 
@@ -115,6 +132,8 @@ TABPFN_V3 = HostSpec(
     borders=lambda model: model.regression_borders,
     cell_weights=_cell_weights,
     row_weights=_row_weights,
+    points=lambda model: model.config.dist_embed_num_inducing_points,
+    point_weights=_point_weights,
     short_names={
         "feature_distribution_embedder.layers": "emb",
         "column_aggregator": "agg",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -19,7 +18,7 @@ from ..calibration.calibration import Calibration
 from ..calibration.variants import check_variant
 from .checkpoints import SUFFIX, read_retrofit, write_retrofit
 from .files import write_text
-from .hosts import Host, HostError, HostLike, load_host
+from .hosts import Host, HostError, HostLike, lend, load_host
 from .patcher import Site, carriers, check_tau, known_spec, patch_model
 from .ragged.groups import predict_groups
 from .ragged.predicting import predict_ragged
@@ -40,7 +39,7 @@ class Retrofit:
     Attributes:
         host: The host; its model is never touched.
         variant: `oa`, `full-o` or `closed`.
-        model: The patched clone. Give estimators `specs`, not this.
+        model: The patched clone, which shares its weights with the host's model. Give estimators `specs`, not this.
         sites: Every patched carrier with its tau.
         settings: What tau was chosen with.
         statistics: Per site, quantiles of `||h||^2` and presence on the calibration tables; empty
@@ -63,8 +62,13 @@ class Retrofit:
         return self.host.specs_with(self.model)
 
     @property
+    def lent_specs(self) -> ModelSpecs:
+        """The same without a copy of the weights, for who does not write to them (`hosts.lend`)."""
+        return self.host.specs_with(self.model, lent=True)
+
+    @property
     def host_specs(self) -> ModelSpecs:
-        """The same for the unpatched host."""
+        """As `specs`, of the unpatched host."""
         return self.host.specs
 
     @property
@@ -275,6 +279,6 @@ def _assemble(
     provenance: dict[str, Any],
     statistics: dict[str, dict[str, float]] | None = None,
 ) -> Retrofit:
-    model = copy.deepcopy(host.model)
+    model = lend(host.model)
     sites = patch_model(model, variant, taus)
     return Retrofit(host, variant, model, sites, provenance, statistics or {})

@@ -49,7 +49,7 @@ class Host:
 
     Attributes:
         name: What it was loaded by (a name or an absolute path), or None for one given as an object.
-        model: The network. Never modified: `specs` and the patcher hand out copies.
+        model: The network. Never modified: `specs` hands out copies, and the patcher what `lend` makes of it.
         inference_config: TabPFN's preprocessing settings that belong to the weights.
         norm_criterion: The bar distribution, where the checkpoint stores one beside the model.
     """
@@ -72,14 +72,27 @@ class Host:
         """
         return self.specs_with(self.model)
 
-    def specs_with(self, model: nn.Module) -> ModelSpecs:
-        """The same with a copy of `model`, a patched clone of the host's."""
+    def specs_with(self, model: nn.Module, *, lent: bool = False) -> ModelSpecs:
+        """The same with a copy of `model`, a patched clone of the host's, or with what `lend` makes of it."""
         return ModelSpecs(
-            model=copy.deepcopy(model),  # type: ignore[arg-type]
+            model=lend(model) if lent else copy.deepcopy(model),  # type: ignore[arg-type]
             architecture_config=self.model.config,  # type: ignore[arg-type]
             inference_config=copy.deepcopy(self.inference_config),
             norm_criterion=copy.deepcopy(self.norm_criterion),
         )
+
+
+def lend(model: nn.Module) -> nn.Module:
+    """A copy of a model that has the model's own weights: they take up no memory of their own.
+
+    It may be patched, moved and cast, which puts other weights in place of its own. What writes into weights (an
+    optimizer does) would write into the model's, too.
+    """
+    memo: dict[int, Any] = {}
+    for weight in [*model.parameters(), *model.buffers()]:
+        same = weight.detach()
+        memo[id(weight)] = nn.Parameter(same, weight.requires_grad) if isinstance(weight, nn.Parameter) else same
+    return copy.deepcopy(model, memo)
 
 
 def weights_sha256(model: nn.Module) -> str:

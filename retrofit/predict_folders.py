@@ -6,11 +6,10 @@ worker predicts it as `predict_groups` does. No process holds more than some par
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from . import cluster
 from .calls import Said, repeat
 from .columns import Table
 from .files import replacing
+from .hosts import lend
 from .long_table import LongTable, find_few, read_groups
 from .parquet_folders import POSITION, TEXT, Column, Decided, Folder, Look, Reader, Seen, decide, open_folder
 from .ragged.groups import check_features, predict_long
@@ -146,8 +146,8 @@ class _Model:
     variant: str = "closed"
 
     @property
-    def specs(self) -> ModelSpecs:
-        return copy.deepcopy(self.own)
+    def lent_specs(self) -> ModelSpecs:
+        return replace(self.own, model=lend(self.own.model))
 
 
 @dataclass
@@ -253,7 +253,7 @@ def predict_folders(
     done, count, predicted = begin("Predicting", len(tables.groups[1])), 0, 0
     report = Tally().report(0, {})
     with _new_folder(out) as part:
-        predictor = _PartPredictor(_Model(closed.specs), _lean(tables), fields, levels, part, settings)
+        predictor = _PartPredictor(_Model(closed.lent_specs), _lean(tables), fields, levels, part, settings)
         for answer in _each_partition(predictor, tables, readers, client):
             report += answer.report
             predicted, count = predicted + answer.predicted, count + answer.groups

@@ -7,6 +7,7 @@ CONTRIBUTING.md.
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib
@@ -15,10 +16,11 @@ import linecache
 from importlib.metadata import version as installed_version
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from tabpfn import TabPFNRegressor, base, browser_auth, inference, model_loading
+from tabpfn import TabPFNRegressor, base, browser_auth, inference, model_loading, utils
 from tabpfn.architectures import ARCHITECTURES, register_architecture
 from tabpfn.architectures.shared.bar_distribution import FullSupportBarDistribution
 from tabpfn.base import ModelSpecs
@@ -46,6 +48,7 @@ __all__ = [
     "PreprocessingStepResult",
     "PreprocessorConfig",
     "TabPFNDriftError",
+    "Translation",
     "bar_distribution",
     "check_tabpfn",
     "checkpoint_version",
@@ -69,7 +72,9 @@ __all__ = [
     "register_architecture",
     "save_as_safetensors",
     "should_save_peak_mem",
-    "translate_logits",
+    "show_nan",
+    "translate",
+    "translation_of",
     "uses_majority_downsample",
 ]
 
@@ -86,23 +91,86 @@ def uses_majority_downsample(regressor: TabPFNRegressor) -> bool:
     return regressor._uses_majority_downsample()
 
 
-def translate_logits(regressor: TabPFNRegressor, logits_ML: Tensor, config: Any) -> Tensor:
-    """An ensemble member's logits (M, L) on the borders of its regressor, as `predict_batched` has them."""
-    borders = regressor.znorm_space_bardist_.borders
-    return regressor._translate_batched_logits(
-        output=logits_ML, config=config, znorm_borders=borders, std_borders=borders.cpu().numpy()
+class Translation(NamedTuple):
+    """How an ensemble member's logits come onto the borders of its regressor: from those that its target's transform
+    makes of them. Arrays, which go to another process in a fraction of the time that tensors take.
+
+    Attributes:
+        left_out: Which logits count for nothing; None for none.
+        weights: What each bucket gives to which, as TabPFN has it.
+    """
+
+    left_out: np.ndarray | None
+    weights: tuple[np.ndarray, ...]
+
+
+def translation_of(regressor: TabPFNRegressor, config: Any) -> Translation | None:
+    """A member's translation, by the steps of `predict_batched`; None where its logits are on the borders already."""
+    if config.target_transform is None:
+        return None
+    borders = regressor.znorm_space_bardist_.borders.cpu()
+    left_out, is_descending, undone = utils.transform_borders_one(
+        borders.numpy(),
+        target_transform=config.target_transform,
+        repair_nan_borders_after_transform=regressor.inference_config_.FIX_NAN_BORDERS_AFTER_TARGET_TRANSFORM,
     )
+    own = torch.from_numpy(np.flip(undone).copy() if is_descending else undone)
+    if left_out is None and own.dtype == borders.dtype and torch.equal(own, borders):
+        return None
+    return Translation(left_out, tuple(w.numpy() for w in utils._remap_weights(own, borders, dtype=torch.float32)))
 
 
-def decode(regressor: TabPFNRegressor, total_ML: Tensor, members: int, output_type: str, quantiles: list[float]) -> Any:
-    """What `predict` returns, from the sum of the members' logits (M, L), as `predict_batched` does."""
+def translate(regressor: TabPFNRegressor, logits_PL: Tensor, translation: Translation | None) -> Tensor:
+    """What members of one translation add to their sums, P rows of logits, as `predict_batched` has it."""
+    logits_PL = logits_PL.float()
+    temperature = base.resolved_softmax_temperature(regressor)
+    if temperature != 1:
+        logits_PL = logits_PL / temperature
+    if translation is None:
+        found_PL = torch.softmax(logits_PL, dim=-1)
+    else:
+        if translation.left_out is not None:
+            left_out = torch.from_numpy(translation.left_out).to(logits_PL.device)
+            logits_PL = logits_PL.masked_fill(left_out, -torch.inf)
+        weights = utils._RemapWeights(*(torch.from_numpy(w).to(logits_PL.device) for w in translation.weights))
+        rows = max(1, utils._TRANSLATE_CHUNK_BUDGET_ELEMENTS // max(1, len(weights.source)))
+        found = [utils._apply_remap_weights(part, weights) for part in logits_PL.split(rows)]
+        found_PL = found[0] if len(found) == 1 else torch.cat(found)
+    return found_PL.log() if regressor.average_before_softmax else found_PL
+
+
+def decode(
+    regressor: TabPFNRegressor,
+    total_ML: Tensor,
+    members: int,
+    target_moments: tuple[float, float],
+    output_type: str,
+    quantiles: list[float],
+) -> Any:
+    """What `predict` returns, from the sum of the members' translated logits (M, L), as `predict_batched` does.
+
+    Args:
+        regressor: One that was fitted to the table, or to none with the same options.
+        total_ML: The sum.
+        members: Of how many.
+        target_moments: Mean and deviation of the train rows' targets.
+        output_type: As of `predict`.
+        quantiles: As of `predict`.
+    """
+    mean, std = target_moments
+    raw_bardist: Any = None
+    if output_type == "full":
+        regressor = copy.copy(regressor)
+        regressor.y_train_mean_, regressor.y_train_std_ = mean, std
+        regressor._rebuild_raw_space_bardist()
+        raw_bardist = regressor.raw_space_bardist_
     return regressor._decode_batched_dataset(
         accumulated_logits=total_ML,
         n_estimators=members,
-        raw_space_bardist=regressor.raw_space_bardist_,
+        raw_space_bardist=raw_bardist,
         znorm_space_bardist=regressor.znorm_space_bardist_,
-        y_mean=regressor.y_train_mean_,
-        y_std=regressor.y_train_std_,
+        y_mean=mean,
+        y_std=std,
         output_type=output_type,  # type: ignore[arg-type]
         quantiles=quantiles,
     )
@@ -142,6 +210,11 @@ def model_on(model: nn.Module, device: torch.device, dtype: torch.dtype | None) 
     if dtype is not None:
         cache.set_dtype(dtype)
     return cache.get(device)
+
+
+def show_nan(model: nn.Module) -> None:
+    """Let a model's output be NaN where it is; TabPFN makes it 0, and so hides what a check is after."""
+    model._nan_safe_output = False  # type: ignore[assignment]
 
 
 # ---- Models and checkpoints ---------------------------------------------------------------------
@@ -224,11 +297,16 @@ SOURCES = {
     "tabpfn.regressor:TabPFNRegressor._decode_batched_dataset": "01890d8c8200",
     "tabpfn.regressor:TabPFNRegressor._handle_constant_target": "edb51a49b503",
     "tabpfn.regressor:TabPFNRegressor._initialize_model_variables": "35cc498a0b3a",
+    "tabpfn.regressor:TabPFNRegressor._rebuild_raw_space_bardist": "6a33d9699882",
+    "tabpfn.regressor:TabPFNRegressor._reduce_accumulated_logits": "46ace0dbc613",
     "tabpfn.regressor:TabPFNRegressor._translate_batched_logits": "aeeb1b5a039b",
     "tabpfn.regressor:TabPFNRegressor._uses_majority_downsample": "060a43d13a5c",
     "tabpfn.regressor:TabPFNRegressor.predict_batched": "d6577c15691a",
     "tabpfn.regressor:get_all_reshape_feature_distribution_preprocessors": "191fd0788150",
+    "tabpfn.utils:_apply_remap_weights": "9355c1577d06",
+    "tabpfn.utils:_remap_weights": "8fc6d01c6bca",
     "tabpfn.utils:transform_borders_one": "cbe513f93429",
+    "tabpfn.utils:translate_probs_across_borders": "b7b8165bf005",
 }
 
 

@@ -107,12 +107,14 @@ def call_each(
         yield index, function(argument)
 
 
-def start_method(threads: int = 1) -> str:
+def start_method(threads: int = 1, *, beside_gpu: bool = False) -> str:
     """`fork` where that is safe, or `loky`: joblib's processes, which first import torch for some seconds.
 
-    Several threads after a fork wait for ever for those that the caller had (GNU OpenMP's, torch's on Linux).
+    Several threads after a fork wait for ever for those that the caller had (GNU OpenMP's, torch's on Linux). What the
+    caller has on a GPU does not survive a fork: only processes that leave GPUs alone (`beside_gpu`) are forked all the
+    same, as those of torch's DataLoader are.
     """
-    safe = sys.platform == "linux" and threads == 1 and not torch.cuda.is_initialized()
+    safe = sys.platform == "linux" and threads == 1 and (beside_gpu or not torch.cuda.is_initialized())
     return "fork" if safe else "loky"
 
 

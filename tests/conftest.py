@@ -13,7 +13,7 @@ from hypothesis import settings
 from tabpfn import TabPFNRegressor
 
 from oretrofit.patches.tabpfn_v3_host import TABPFN_V3
-from oretrofit.retrofit import cluster
+from oretrofit.retrofit import cluster, tabpfn_api
 from oretrofit.retrofit.hosts import random_host
 from oretrofit.retrofit.patcher import carriers
 
@@ -47,8 +47,14 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def make_host():
-    """A function that builds a tiny host, with changes to its config."""
-    return lambda **config: random_host(seed=1, **{**TINY, **config})
+    """A function that builds a tiny host, with changes to its config, that shows NaN where its output is that."""
+
+    def make(**config):
+        host = random_host(seed=1, **{**TINY, **config})
+        tabpfn_api.show_nan(host.model)
+        return host
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -625,15 +625,15 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, function, called: st
 
 
 def test_bench_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure_overhead(host, *, rows, columns, rounds, device, on_round):
-        assert (rows, columns, rounds, device) == (50, 4, 2, "cpu")
+    def measure_overhead(host, *, rows, columns, rounds, device, precision, on_round):
+        assert (rows, columns, rounds, device, precision) == (50, 4, 2, "cpu", "auto")
         on_round("round 1 of 2")
         return pd.DataFrame(
             [{"variant": "oa", "ratio": 1.25, "host_seconds": 2.0, "variant_seconds": 2.5, "rounds": 2}]
         )
 
     fake_module(monkeypatch, "overhead", measure_overhead)
-    command = "bench overhead --host tiny-v3.safetensors --rounds 2 --rows 50 --columns 4 --device cpu"
+    command = "bench overhead --host tiny-v3.safetensors --rounds 2 --rows 50 --columns 4 --device cpu --precision auto"
     result = oretrofit(command, "--json", str(tmp_path / "t.json"))
     assert result.exit_code == 0, result.output
     assert "1.25" in result.stdout

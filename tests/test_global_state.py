@@ -158,6 +158,7 @@ CALLS: dict[str, list[Callable[[Any], Any]]] = {
     "unpatch": [lambda use: oretrofit.unpatch(use.closed.specs.model)],
     "specs": [lambda use: use.predict(use.closed.specs)],
     "host_specs": [lambda use: use.predict(use.closed.host_specs)],
+    "lent_specs": [lambda use: use.predict(use.closed.lent_specs)],
     "table": [lambda use: use.closed.table],
     "save": [lambda use: use.closed.save(use.folder / "saved.json")],
     "save_checkpoint": [lambda use: use.closed.save_checkpoint(use.folder / "saved-v3.safetensors")],

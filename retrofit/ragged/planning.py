@@ -6,6 +6,7 @@ rows, test rows and columns among them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ _CHUNKS = 16
 # beyond which a larger batch gains nothing. Orders of magnitude: on one CPU core the bundled host takes 10 ms a
 # pass and does 15 G multiply-adds a second, and batches of more cells leave the cache; CUDA is an estimate.
 LAUNCH = {"cpu": 2e8, "cuda": 2e11}
-MAX_CELLS = {"cpu": 2**12, "cuda": 2**20}
+MAX_CELLS = {"cpu": 2**13, "cuda": 2**20}
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,24 @@ class Costs:
     """What a forward pass costs on a device, in multiply-adds.
 
     A linear layer does as many for a token as it has weights, so the weights of the stages that run once a
-    cell, and of those that run once a row, say what a row and a column cost. Attention itself is left out:
+    cell, once an inducing point of a column, and once a row, say what these cost. Attention itself is left out:
     it matters from thousands of rows on, where a table fills the device alone.
 
     Attributes:
         cell: Of one cell.
         row: Of one row beside its cells: the CLS tokens' part of the cells' stage, and the ICL stage.
         launch: Of starting a forward pass.
-        max_cells: Rows times columns, over the members of a batch, that may go together.
+        max_cells: Cells, over the members of a batch, that may go together; inducing points count as such.
+        points: Inducing points of a column, however many rows there are.
+        point: Of one of them.
     """
 
     cell: float
     row: float
     launch: float
     max_cells: int
+    points: int = 0
+    point: float = 0.0
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, max_cells: int | None = None) -> Costs:
@@ -60,14 +65,19 @@ class Costs:
         TabPFN itself runs members alone on MPS, whose attention kernels get batches of them wrong.
         """
         spec = known_spec(model)
-        cell, row = spec.cell_weights(model), spec.row_weights(model)
-        if device.type not in MAX_CELLS:
-            return cls(cell, row, launch=0.0, max_cells=0)
-        return cls(cell, row, LAUNCH[device.type], MAX_CELLS[device.type] if max_cells is None else max_cells)
+        launch, most = LAUNCH.get(device.type, 0.0), MAX_CELLS.get(device.type, 0)
+        if most and max_cells is not None:
+            most = max_cells
+        tokens = spec.points(model), spec.point_weights(model)
+        return cls(spec.cell_weights(model), spec.row_weights(model), launch, most, *tokens)
 
     def work(self, rows: Any, columns: Any) -> Any:
         """Multiply-adds of a member with so many rows and columns; numbers or arrays."""
-        return rows * (columns * self.cell + self.row)
+        return columns * (rows * self.cell + self.points * self.point) + rows * self.row
+
+    def cells(self, rows: Any, columns: Any) -> Any:
+        """Cells of such a member as `max_cells` counts them."""
+        return columns * (rows + self.points)
 
 
 def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_PADDING) -> list[list[int]]:
@@ -75,7 +85,8 @@ def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_P
 
     Starts a batch with the member that has the most work left, and adds whichever leaves the least padding,
     as long as the batch stays within `max_padding` and `costs.max_cells`, and as long as the member's part
-    (its own work and the padding that it brings) costs less than a forward pass of its own.
+    (its own work and the padding that it brings) costs less than a forward pass of its own. Members of one size
+    are looked at as one: there are many of each.
 
     Args:
         sizes: (members, 3): train rows, test rows, columns of each.
@@ -85,26 +96,32 @@ def plan_batches(sizes: np.ndarray, costs: Costs, max_padding: float = DEFAULT_P
     Returns:
         Indices of members, each exactly once. A member too large for `max_cells` is a batch of its own.
     """
-    work = costs.work(sizes[:, 0] + sizes[:, 1], sizes[:, 2])
-    left = np.argsort(-work, kind="stable")
+    kinds, kind_of = np.unique(sizes.reshape(-1, 3), axis=0, return_inverse=True)
+    by_work = np.argsort(-costs.work(kinds[:, 0] + kinds[:, 1], kinds[:, 2]), kind="stable")
+    left = [deque(np.flatnonzero(kind_of.ravel() == kind).tolist()) for kind in by_work]
+    kinds, counts = kinds[by_work], np.array([len(members) for members in left])
+    work = costs.work(kinds[:, 0] + kinds[:, 1], kinds[:, 2])
     batches = []
-    while len(left):
-        batch, left = [int(left[0])], left[1:]
-        top, own = sizes[batch[0]], work[batch[0]]
-        padded = own
-        while len(left):
-            tops = np.maximum(sizes[left], top)
-            members, rows = len(batch) + 1, tops[:, 0] + tops[:, 1]
-            padded_with = members * costs.work(rows, tops[:, 2])
-            share = 1 - (own + work[left]) / padded_with
-            fits = (share <= max_padding) & (members * rows * tops[:, 2] <= costs.max_cells)
-            fits &= padded_with - padded <= costs.launch + work[left]
-            if not fits.any():
-                break
-            best = int(np.argmin(np.where(fits, share, np.inf)))
-            batch.append(int(left[best]))
-            top, own, padded = tops[best], own + work[left[best]], padded_with[best]
-            left = np.delete(left, best)
+    while counts.any():
+        batch: list[int] = []
+        best, added = int(np.argmax(counts > 0)), 1
+        top, own = kinds[best], 0.0
+        while added:
+            batch += [left[best].popleft() for _ in range(added)]
+            counts[best] -= added
+            top, own = np.maximum(kinds[best], top), own + added * work[best]
+            padded = len(batch) * costs.work(top[0] + top[1], top[2])
+
+            tops = np.maximum(kinds, top)
+            members, rows, columns = len(batch) + 1, tops[:, 0] + tops[:, 1], tops[:, 2]
+            padded_with = members * costs.work(rows, columns)
+            share = 1 - (own + work) / padded_with
+            fits = (counts > 0) & (share <= max_padding) & (members * costs.cells(rows, columns) <= costs.max_cells)
+            fits &= padded_with - padded <= costs.launch + work
+            best, added = int(np.argmin(np.where(fits, share, np.inf))), int(fits.any())
+            if added and (kinds[best] == top).all():  # then no other kind leaves less padding, however many are added
+                room = costs.max_cells // int(costs.cells(rows[best], columns[best])) - len(batch)
+                added = min(int(counts[best]), room)
         batches.append(batch)
     return batches
 

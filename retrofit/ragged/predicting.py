@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import tabpfn_api
 from .planning import DEFAULT_PADDING, MAX_CELLS
 from .predictor import Decode, TablePredictor
-from .preparing import Job, default_n_jobs
+from .preparing import Job, Prepared, default_n_jobs
 from .report import RaggedReport, Tally
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class Retrofitted(Protocol):
         """`closed`, or it is refused."""
 
     @property
-    def specs(self) -> ModelSpecs:
-        """A fresh copy of the patched model, which may be used up."""
+    def lent_specs(self) -> ModelSpecs:
+        """A copy of the patched model, which may be moved and cast, but not written to."""
 
 
 class TableError(ValueError):
@@ -119,9 +119,10 @@ def predict_ragged(
         output_type: As of `TabPFNRegressor.predict`.
         quantiles: As of `TabPFNRegressor.predict`.
         max_padding: The largest share of a forward pass's work that may be padding, in [0, 1).
-        max_cells: Rows times columns that may go through the model together; by device, by default. What does not
-            fit into the device's memory is halved, down to single members, and nothing is lost. On others than CPU
-            and CUDA (on MPS) every member runs alone, whatever is given here, with a warning.
+        max_cells: Cells (rows times columns, where each column counts the host's inducing points as rows, 16 in the
+            bundled host and 128 in Prior Labs') that may go through the model together; by device, by default. What
+            does not fit into the device's memory is halved, down to single members, and nothing is lost. On others
+            than CPU and CUDA (on MPS) every member runs alone, whatever is given here, with a warning.
         on_error: `raise` on the first bad table, or `skip` it: its result is None, and the report says why.
         n_jobs: Processes; 0 for none. On a CPU each predicts its tables from beginning to end, with one thread: by
             default as many as torch has threads (docs/threads.md). Beside a GPU they preprocess: by default all cores
@@ -148,7 +149,7 @@ def predict_ragged(
     quantiles = QUANTILES if quantiles is None else quantiles
     _check_settings(output_type, quantiles, max_padding, max_cells, on_error, n_jobs, client)
     results, report = _predict(
-        retrofit.specs,
+        retrofit.lent_specs,
         _as_tables(X_trains, y_trains, X_tests),
         options,
         decode=functools.partial(_decode, output_type=output_type, quantiles=quantiles),
@@ -240,9 +241,7 @@ def _predict(
     warn_of_the_ignored(predictor.template, max_cells)
     # Seeds are drawn in the caller's order, whatever the order of work.
     seeds = [tabpfn_api.infer_random_state(predictor.template.random_state)[0] for _ in tables]
-    jobs = [
-        Job({**predictor.job_options, "random_state": seed}, *table) for seed, table in zip(seeds, tables, strict=True)
-    ]
+    jobs = [Job(seed, *table) for seed, table in zip(seeds, tables, strict=True)]
     if client is not None:
         n_jobs = 0
     elif n_jobs is None:
@@ -267,9 +266,15 @@ def _predict(
 
 
 def _decode(
-    regressor: TabPFNRegressor, total_ML: Tensor | None, rows: int, output_type: str, quantiles: list[float]
+    regressor: TabPFNRegressor,
+    table: Prepared,
+    total_ML: Tensor | None,
+    rows: int,
+    output_type: str,
+    quantiles: list[float],
 ) -> Any:
     """What `predict` returns for a table of so many test rows, from the sum of its members' logits."""
-    if total_ML is None:
-        return tabpfn_api.constant_prediction(regressor, rows, output_type, quantiles)
-    return tabpfn_api.decode(regressor, total_ML, len(regressor.executor_.members), output_type, quantiles)
+    if table.constant is not None:
+        return tabpfn_api.constant_prediction(table.constant, rows, output_type, quantiles)
+    assert total_ML is not None
+    return tabpfn_api.decode(regressor, total_ML, len(table.members), table.target_moments, output_type, quantiles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from .. import tabpfn_api
 from ..workers import call_each
 from .passes import Passes
 from .planning import Costs, share_out
-from .preparing import Job, prepare, prepared_ahead, rough_size
+from .preparing import Job, Prepared, prepare, prepared_ahead, rough_size
 from .report import Tally
 
 if TYPE_CHECKING:
@@ -25,15 +26,16 @@ if TYPE_CHECKING:
 
 # Tables are run and decoded in chunks, of so many by device, whose inputs and logits stay below this many numbers
 # (0.5 GB).
-_CHUNK_TABLES = {"cpu": 16, "cuda": 512}
+_CHUNK_TABLES = {"cpu": 16, "cuda": 128}  # half of what is prepared ahead, so that preparing goes on meanwhile
 _CHUNK_NUMBERS = 2**27
 
 # A process keeps what it has compiled for each shape, and holes in its heap: after so many chunks a new one takes its
 # place.
 _CHUNKS_OF_A_PROCESS = 32
 
-# What makes the answer of a regressor, the sum of its members' logits (M, L) (None for a constant target), and M.
-Decode = Callable[[TabPFNRegressor, "Tensor | None", int], Any]
+# What makes the answer of a regressor (of all tables), a table, the sum of its members' logits (M, L) (None for a
+# constant target), and M.
+Decode = Callable[[TabPFNRegressor, Prepared, "Tensor | None", int], Any]
 
 
 class Part(NamedTuple):
@@ -76,6 +78,8 @@ class TablePredictor:
     ) -> None:
         self.template, byte_size, self.job_options = regressor_settings(specs, options)
         self.device = self.template.devices_[0]
+        # A copy: `to` moves a module in place, and the options hold this one for processes that leave the GPU alone.
+        self.template.znorm_space_bardist_ = copy.deepcopy(self.template.znorm_space_bardist_).to(self.device)
         costs = Costs.of(specs.model, self.device, max_cells)
         self._decode, self._buckets = decode, specs.model.n_out
         self._passes = Passes(specs.model, self.template, byte_size, costs, max_padding)
@@ -96,8 +100,9 @@ class TablePredictor:
         sizes = [rough_size(job) for job in jobs]
         if not self.on_cpu and client is None:
             order = sorted(range(len(jobs)), key=sizes.__getitem__)  # neighbours pad well to each other
-            with closing(prepared_ahead([jobs[i] for i in order], n_jobs)) as prepared:
-                yield from self._parts(((order[i], regressor) for i, regressor in prepared), dict(enumerate(jobs)))
+            ordered = [jobs[i] for i in order]
+            with closing(prepared_ahead(ordered, self.job_options, self._passes.dtype, n_jobs)) as prepared:
+                yield from self._parts(((order[i], table) for i, table in prepared), dict(enumerate(jobs)))
             return
         works = [self._passes.costs.work(rows, columns) for rows, columns in sizes]
         if client is None:
@@ -116,11 +121,10 @@ class TablePredictor:
 
     def __call__(self, jobs: Mapping[int, Job]) -> list[Part]:
         """Predict tables from beginning to end."""
-        return list(self._parts(((index, prepare(job)) for index, job in jobs.items()), jobs))
+        dtype = self._passes.dtype
+        return list(self._parts(((index, prepare(job, self.job_options, dtype)) for index, job in jobs.items()), jobs))
 
-    def _parts(
-        self, prepared: Iterable[tuple[int, TabPFNRegressor | Exception]], jobs: Mapping[int, Job]
-    ) -> Iterator[Part]:
+    def _parts(self, prepared: Iterable[tuple[int, Prepared | Exception]], jobs: Mapping[int, Job]) -> Iterator[Part]:
         prepared, most = iter(prepared), _CHUNK_TABLES.get(self.device.type, 1)
         chunk_tables = most if self.device.type == "cpu" else 2  # so that the first forward pass need not wait long
         while True:
@@ -134,28 +138,28 @@ class TablePredictor:
             with part.tally.timed("decoding"):
                 for index in [index for index in chunk if index not in failed]:
                     try:
-                        part.results[index] = self._decode(chunk[index], totals.get(index), len(jobs[index].X_test))
+                        rows = len(jobs[index].X_test)
+                        part.results[index] = self._decode(self.template, chunk[index], totals.get(index), rows)
                     except Exception as error:
                         part.errors[index] = error
             chunk_tables = min(2 * chunk_tables, most)
             yield part
 
     def _take_chunk(
-        self, prepared: Iterator[tuple[int, TabPFNRegressor | Exception]], most_tables: int, part: Part
-    ) -> dict[int, TabPFNRegressor]:
-        """The next tables' regressors by index, as many as may be run and decoded together, and the part's errors."""
-        chunk: dict[int, TabPFNRegressor] = {}
+        self, prepared: Iterator[tuple[int, Prepared | Exception]], most_tables: int, part: Part
+    ) -> dict[int, Prepared]:
+        """The next tables by index, as many as may be run and decoded together, and the part's errors."""
+        chunk: dict[int, Prepared] = {}
         numbers = 0
         while len(chunk) < most_tables and numbers < _CHUNK_NUMBERS:
             if (found := next(prepared, None)) is None:
                 break
-            index, regressor = found
-            if isinstance(regressor, Exception):
-                part.errors[index] = regressor
+            index, table = found
+            if isinstance(table, Exception):
+                part.errors[index] = table
                 continue
-            chunk[index] = regressor
-            if not regressor.is_constant_target_:
-                numbers += regressor.executor_.numbers(self._buckets)
+            chunk[index] = table
+            numbers += table.numbers(self._buckets)
         return chunk
 
 

@@ -1,16 +1,20 @@
 """The benchmark and baseline modules on tiny inputs: what they report is what it says."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from tabpfn import TabPFNRegressor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oretrofit.calibration.cases import Case
 from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import baselines, overhead
 from oretrofit.experiments.datasets import DatasetError, load_dataset, make_case
+from oretrofit.retrofit import tabpfn_api
 from oretrofit.retrofit.patcher import carriers
 
 
@@ -20,6 +24,38 @@ def test_overhead_reports_a_row_a_variant(tiny_host):
     assert list(table["variant"]) == list(VARIANTS)
     assert (table["rounds"] == 2).all()
     assert len(lines) == 3
+    # The bundled kernels of a CPU; the memory of a GPU is known only there.
+    assert set(table["host_attention"]) == set(table["variant_attention"]) == {"flash_for_cpu"}
+    assert set(table["precision"]) == {"float32"} and not {"host_peak_mb", "variant_peak_mb"} & {*table.columns}
+
+
+def test_overhead_in_half_precision(tiny_host, monkeypatch):
+    """Where TabPFN has it: everything runs under autocast then."""
+    monkeypatch.setattr(tabpfn_api, "infer_autocast_inference_mode", lambda devices, enable: True)
+    seen, forward = set(), torch.nn.Linear.forward
+    monkeypatch.setattr(
+        torch.nn.Linear, "forward", lambda *given: seen.add(torch.is_autocast_enabled("cpu")) or forward(*given)
+    )
+    table = overhead.measure_overhead(tiny_host, rows=20, test_rows=5, columns=2, rounds=1, precision="auto")
+    assert seen == {True} and set(table["precision"]) == {"autocast"}
+    with pytest.raises(ValueError, match="unknown precision 'half'; there are: float32, auto"):
+        overhead.measure_overhead(tiny_host, rows=20, columns=2, precision="half")
+
+
+def test_overhead_names_the_kernels_that_ran(tiny_host):
+    with sdpa_kernel(SDPBackend.MATH):
+        table = overhead.measure_overhead(tiny_host, rows=20, test_rows=5, columns=2, rounds=1)
+    # The host sets its own kernels, among them the one of CPUs.
+    assert set(table["host_attention"]) == {"flash_for_cpu"} and set(table["variant_attention"]) == {"math"}
+
+
+def test_overhead_of_nan_is_refused(tiny_host):
+    """TabPFN would make it 0."""
+    host = replace(tiny_host, model=copy.deepcopy(tiny_host.model))
+    with torch.no_grad():
+        host.model.output_projection[-1].bias[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="the output of host is not finite"):
+        overhead.measure_overhead(host, rows=20, test_rows=5, columns=2, rounds=1)
 
 
 def test_overhead_ratio_is_the_median_of_paired_rounds(tiny_host, monkeypatch):

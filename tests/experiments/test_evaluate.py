@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pandas as pd
 import pytest
 import torch
 
+from oretrofit.calibration import predicting
 from oretrofit.calibration.calibration import Calibration
 from oretrofit.experiments import case_runner, memory
 from oretrofit.experiments import evaluate as module
@@ -23,6 +26,7 @@ from oretrofit.experiments.predictions import LEVELS
 from oretrofit.experiments.runs import CaseResult, open_run
 from oretrofit.retrofit import tabpfn_api
 from oretrofit.retrofit.api import RetrofitError, calibrate, patch
+from oretrofit.retrofit.check import synthetic_cases
 from oretrofit.retrofit.hosts import Host, random_host
 
 
@@ -348,6 +352,45 @@ def test_datasets_on_disk_are_checked_first(tmp_path: Path) -> None:
     check_datasets(["concrete", "openml:1", csv_spec(tmp_path)])  # OpenML is not asked
     with pytest.raises(DatasetError):
         check_datasets([f"csv:{tmp_path / 'table.csv'}#z"])
+
+
+def test_on_a_gpu_the_second_of_two_runs_is_timed(tiny_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first one may build what the shape needs; to be seen without a GPU by what the runner asks for."""
+    calls: list[str] = []
+
+    def predicted(specs: Any, case: Any, *, device: str, **options: Any) -> Any:
+        calls.append(device)
+        return predicting.predict_case(specs, case, device="cpu", **options)
+
+    def reset(device: str) -> bool:
+        calls.append("reset")
+        return True
+
+    def clock() -> float:
+        calls.append("clock")
+        return 10.0 * len(calls)
+
+    monkeypatch.setattr(case_runner, "predict_case", predicted)
+    monkeypatch.setattr(case_runner, "reset_peak", reset)
+    monkeypatch.setattr(case_runner, "peak_mb", lambda device: 7.0)
+    monkeypatch.setattr(case_runner, "time", SimpleNamespace(perf_counter=clock))
+    (case,) = synthetic_cases(1, 0, max_rows=30, max_columns=3)
+    runner = CaseRunner(tiny_host, {}, 30, "float32", "cuda", {"n_estimators": 1})
+    answer = runner._answer(tiny_host.specs, case)
+    assert calls == ["cuda", "reset", "clock", "cuda", "clock"]
+    assert (answer.seconds, answer.peak_mb) == (20.0, 7.0)
+
+
+def test_nan_is_no_zero(tiny_host: Host) -> None:
+    """TabPFN makes NaN 0 behind the model, which would be measured as a prediction."""
+    host = dataclasses.replace(tiny_host, model=copy.deepcopy(tiny_host.model))
+    model: Any = host.model
+    model._nan_safe_output = True
+    with torch.no_grad():
+        model.output_projection[-1].bias[0] = torch.nan
+    (case,) = synthetic_cases(1, 0, max_rows=30, max_columns=3)
+    with pytest.raises(ValueError, match="not finite"):
+        CaseRunner(host, {}, 30, "float32", "cpu", {"n_estimators": 1})._answer(host.specs, case)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -2,6 +2,11 @@
 
 import copy
 import math
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd import gradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oretrofit.patches import (
     OFFN,
@@ -22,6 +28,7 @@ from oretrofit.patches import (
     log_presence,
     oattention,
     oinject,
+    operators,
     ostandardize,
     presence,
 )
@@ -429,12 +436,96 @@ def test_keys_and_values_kept_in_half_precision(kept, eps_den):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_more_batch_x_heads_than_cudas_grid(device, masks, dtype):
-    call = fixed_call(batch=33_000, receivers=3, sources=4, width=8, masks=masks).rounded(dtype)
+def test_a_batch_larger_than_cudas_grid(device, masks, dtype):
+    call = fixed_call(batch=66_000, receivers=3, sources=4, width=8, masks=masks).rounded(dtype)
     out = call.run(dtype, device)
     assert max_error(out, call.run(torch.float64)) <= call.rounding(dtype, device)
     null = (call.h_i == 0).all(dim=-1).to(device)
     assert torch.all(out.transpose(1, 2)[null] == 0)
+
+
+# --- Which of CUDA's kernels is asked for, to be seen without one ---
+
+CUDA = torch.backends.cuda
+EFFICIENT_OR_MATH = {"flash": False, "cudnn": False, "efficient": True, "math": True}
+
+
+def allowed():
+    """Which kernels torch may choose among."""
+    return {
+        "flash": CUDA.flash_sdp_enabled(),
+        "cudnn": CUDA.cudnn_sdp_enabled(),
+        "efficient": CUDA.mem_efficient_sdp_enabled(),
+        "math": CUDA.math_sdp_enabled(),
+    }
+
+
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+@pytest.fixture
+def calls_on_cuda(monkeypatch):
+    """The kernels allowed in each call of torch's attention and its batch, for tensors that say they are on a GPU."""
+    seen = []
+
+    def attention(q, k, v, **options):
+        seen.append((allowed(), len(q)))
+        time.sleep(1e-4)
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+
+    def run(dtype=torch.bfloat16, batch=2, heads=2):
+        x, p = torch.zeros(batch, heads, 3, 8, dtype=dtype).as_subclass(OnCuda), torch.zeros(batch, 3)
+        out = oattention(x, x, x, presence_BS=p, log_presence_BJ=p)
+        assert (out.shape, out.dtype) == (x.shape, dtype)
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+def test_attention_with_a_bias_keeps_away_from_cudnn(calls_on_cuda, dtype):
+    before = allowed()
+    assert before["cudnn"] and before["flash"]
+    assert calls_on_cuda(dtype) == [(EFFICIENT_OR_MATH, 2)]
+    assert allowed() == before
+
+
+def test_cudnn_can_be_allowed(calls_on_cuda, monkeypatch):
+    monkeypatch.setattr(operators, "_CUDA_KERNELS", None)
+    assert calls_on_cuda() == [(allowed(), 2)]
+    code = "from oretrofit.patches import operators; print(operators._CUDA_KERNELS)"
+    environment = {**os.environ, "ORETROFIT_CUDNN_ATTENTION": "1"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout == "None\n"
+
+
+def test_the_choice_of_kernels_in_threads(calls_on_cuda):
+    """Several devices run in threads; each puts back what was allowed before, not what another one has set."""
+    before = allowed()
+    with ThreadPoolExecutor(8) as pool:
+        seen = list(pool.map(lambda _: calls_on_cuda(), range(100)))[-1]
+    assert seen == [(EFFICIENT_OR_MATH, 2)] * 100
+    assert allowed() == before
+
+
+def test_the_choice_of_kernels_can_be_compiled():
+    q, bias = torch.randn(3, 2, 5, 8), torch.randn(3, 1, 1, 5)
+    compiled = torch.compile(operators._attention_on_cuda, fullgraph=True, backend="aot_eager")
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        expected = F.scaled_dot_product_attention(q, q, q, attn_mask=bias)
+    assert torch.equal(compiled(q, q, q, bias, None), expected)
+    assert torch.equal(operators._attention_on_cuda(q, q, q, bias, None), expected)
+
+
+def test_only_the_batch_is_cut_for_cudas_grid(calls_on_cuda):
+    """Heads are another dimension of the grid."""
+    assert [batch for _, batch in calls_on_cuda(batch=65_535, heads=8)] == [65_535]
+    assert [batch for _, batch in calls_on_cuda(batch=140_000, heads=1)][1:] == [46_667, 46_667, 46_666]
 
 
 def test_oattention_refuses():

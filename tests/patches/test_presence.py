@@ -201,6 +201,30 @@ def test_gate_rounds_once_and_keeps_zeros(dtype):
     assert torch.all((out.double() - exact).abs() <= 1.001 * EPS[dtype] / 2 * exact.abs() + torch.finfo(dtype).tiny)
 
 
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), null=st.booleans())
+def test_gating_in_place_rounds_as_by_a_copy(dtype, wide, seed, null):
+    """To the bit, in numbers of any size: the product in p's dtype at least, rounded once to that of y."""
+    rng = np.random.default_rng(seed)
+    p = torch.tensor(rng.uniform(0, 1, (3, 7))).to(wide)
+    h, y = (torch.tensor(rng.standard_normal((3, 7, 9)) * 10.0 ** rng.uniform(-9, 4, (3, 7, 9))) for _ in range(2))
+    h, y = h.to(dtype), y.to(dtype)
+    if null:
+        p[1, 2:5], y[1, 2:5] = 0, math.nan
+    factor = torch.promote_types(wide, dtype)
+    product = (p.to(factor)[..., None] * y.to(factor)).masked_fill(p[..., None] == 0, 0).to(dtype)
+    own = y.clone()
+    assert torch.equal(gate_(p, own), product)
+    assert torch.equal(gate(p, y), product)
+    assert torch.equal(own, product)  # written over
+    added = h + product if dtype != wide else torch.addcmul(h, p[..., None], y.masked_fill(p[..., None] == 0, 0))
+    assert torch.equal(add_gated(h, p, y.clone(), own=True), added)
+    assert torch.equal(add_gated(h, p, y), added)
+    assert torch.equal(y.isnan(), (p[..., None] == 0).expand_as(y) & null)  # not written over
+
+
 # --- What stands behind a null ---
 
 

@@ -16,7 +16,8 @@ from tabpfn.settings import settings
 from oretrofit import load_host, patch
 from oretrofit.calibration.variants import VARIANTS
 from oretrofit.patches.tabpfn_v3 import OTabPFNV3
-from oretrofit.retrofit.hosts import HostError, random_host, weights_sha256
+from oretrofit.retrofit.hosts import HostError, lend, random_host, weights_sha256
+from oretrofit.retrofit.patcher import carriers, patch_model
 
 V3_FILE = "tabpfn-v3-regressor-v3_default.ckpt"
 
@@ -340,3 +341,55 @@ def test_a_classifier_is_refused():
 def test_a_regressor_whose_weights_cannot_be_had_is_refused(cache_dir):
     with pytest.raises(HostError, match="no network"):
         load_host(TabPFNRegressor())
+
+
+# ---- Weights that are lent -----------------------------------------------------------------------
+
+
+def test_a_lent_model_has_no_weights_of_its_own(tiny_host):
+    model = tiny_host.model
+    lent = lend(model)
+    assert lent is not model and [*lent.state_dict()] == [*model.state_dict()]
+    for (name, ours), (own_name, own) in zip(
+        [*lent.named_parameters(), *lent.named_buffers()],
+        [*model.named_parameters(), *model.named_buffers()],
+        strict=True,
+    ):
+        assert (name, type(ours), ours.requires_grad) == (own_name, type(own), own.requires_grad)
+        assert ours is not own and ours.data_ptr() == own.data_ptr()
+    assert not {id(module) for module in lent.modules()} & {id(module) for module in model.modules()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.half(),
+        lambda model: model.type(torch.bfloat16),
+        lambda model: model.to(torch.float64),
+        lambda model: model.to("meta"),
+        lambda model: patch_model(model, "oa", dict.fromkeys(carriers(model, "oa"), 1.0)),
+        lambda model: model.requires_grad_(not next(model.parameters()).requires_grad),
+        lambda model: model.train(),
+    ],
+)
+def test_what_becomes_of_a_lent_model_is_not_the_owners(tiny_host, change):
+    before = weights_sha256(tiny_host.model)
+    kinds = [type(module) for module in tiny_host.model.modules()]
+    asked = [weight.requires_grad for weight in tiny_host.model.parameters()]
+    change(lend(tiny_host.model))
+    assert weights_sha256(tiny_host.model) == before
+    assert [type(module) for module in tiny_host.model.modules()] == kinds
+    assert [weight.requires_grad for weight in tiny_host.model.parameters()] == asked
+    assert not tiny_host.model.training
+
+
+def test_who_shares_the_hosts_weights(tiny_host):
+    """A retrofit's own model, and what ragged prediction runs; but nothing that estimators are given."""
+
+    def place(model):
+        return next(model.parameters()).data_ptr()
+
+    retrofit = patch(tiny_host, "closed", tau=1e-3)
+    shared = place(tiny_host.model)
+    assert place(retrofit.model) == place(retrofit.lent_specs.model) == shared
+    assert len({shared, *(place(specs.model) for specs in (retrofit.specs, retrofit.host_specs, retrofit.specs))}) == 4

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pandas as pd
 import pytest
+import sklearn
 import torch
 from tabpfn import TabPFNRegressor
 from tabpfn.constants import ModelVersion
@@ -95,16 +96,16 @@ def test_members_are_tabpfns_own(tiny_host, name, table):
         "random_state": 3,
         "inference_config": dataclasses.replace(CONFIGS[name], PASSTHROUGH_INF=True),
     }
-    plain = TabPFNRegressor(**options)
+    plain, job = TabPFNRegressor(**options), preparing.Job(3, X, y, X_test)
     try:
         plain.fit(X, y)
     except Exception as error:
-        found = preparing.prepare(preparing.Job(options, X, y, X_test))
-        assert str(error) in str(found)
+        assert str(error) in str(preparing.prepare(job, options, None))
         return
     plain.executor_ = expected = preparing.InputRecorder(plain.executor_.ensemble_members)
     plain.get_embeddings(X_test)
-    actual = preparing.prepare(preparing.Job(options, X, y, X_test)).executor_
+    with sklearn.config_context(transform_output="default"):
+        actual = preparing.fitted(job, options).executor_
     assert len(actual.members) == len(expected.members) == 8
     levels = np.linspace(-3, 3, 7).reshape(-1, 1)
     for ours, own, X_ours, X_own in zip(
@@ -140,8 +141,8 @@ def fits(monkeypatch, config, table=numbers):
     monkeypatch.setattr(PreprocessingPipeline, "fit_transform", counted)
     monkeypatch.setattr(sharing._TargetTransform, "fit_transform", counted_target)
     host = load_host("small")
-    options = {"model_path": host.specs, "device": "cpu", "random_state": 0, "inference_config": config}
-    assert not isinstance(preparing.prepare(preparing.Job(options, *table())), Exception)
+    options = {"model_path": host.specs, "device": "cpu", "inference_config": config}
+    assert not isinstance(preparing.prepare(preparing.Job(0, *table()), options, None), Exception)
     return seen
 
 
