@@ -249,8 +249,9 @@ def _run(method: str, host: str, options: dict[str, Any]) -> _Run:
 
 
 def _ragged(host: str, options: dict[str, Any]) -> _Run:
-    retrofit = patch(host, "closed", tau=_TAU)
-    tabpfn_api.show_nan(retrofit.model)
+    loaded = load_host(host)
+    tabpfn_api.show_nan(loaded.model)
+    retrofit = patch(loaded, "closed", tau=_TAU)
 
     def run(tables: list[RawTable]) -> tuple[list[np.ndarray], dict[str, float], int, float]:
         lists = map(list, zip(*tables, strict=True))

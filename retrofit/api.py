@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -39,7 +40,6 @@ class Retrofit:
     Attributes:
         host: The host; its model is never touched.
         variant: `oa`, `full-o` or `closed`.
-        model: The patched clone, which shares its weights with the host's model. Give estimators `specs`, not this.
         sites: Every patched carrier with its tau.
         settings: What tau was chosen with.
         statistics: Per site, quantiles of `||h||^2` and presence on the calibration tables; empty
@@ -48,10 +48,21 @@ class Retrofit:
 
     host: Host
     variant: str
-    model: nn.Module
+    _model: nn.Module
     sites: list[Site]
     settings: dict[str, Any]
     statistics: dict[str, dict[str, float]] = field(default_factory=dict)
+    _is_lent: bool = True
+
+    @property
+    def model(self) -> nn.Module:
+        """The patched clone, always the same. Give estimators `specs`, not this.
+
+        Its weights are the host's own, in memory, until it is first asked for: then it gets a copy, to be written to.
+        """
+        if self._is_lent:
+            self._model, self._is_lent = copy.deepcopy(self._model), False
+        return self._model
 
     @property
     def specs(self) -> ModelSpecs:
@@ -59,12 +70,12 @@ class Retrofit:
 
         A copy each time: TabPFN's engines cast the model they run to another precision in place.
         """
-        return self.host.specs_with(self.model)
+        return self.host.specs_with(self._model)
 
     @property
     def lent_specs(self) -> ModelSpecs:
         """The same without a copy of the weights, for who does not write to them (`hosts.lend`)."""
-        return self.host.specs_with(self.model, lent=True)
+        return self.host.specs_with(self._model, lent=True)
 
     @property
     def host_specs(self) -> ModelSpecs:
@@ -84,7 +95,7 @@ class Retrofit:
 
     def __str__(self) -> str:
         """That and every site, in tables as wide as the terminal is."""
-        return as_text(repr(self), self.table, known_spec(self.model))
+        return as_text(repr(self), self.table, known_spec(self._model))
 
     def _repr_html_(self) -> str:
         """The same in a notebook."""

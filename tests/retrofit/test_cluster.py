@@ -68,7 +68,6 @@ def test_the_function_is_sent_and_unpacked_once_a_worker(client):
     def received(dask_worker):
         return sum(transfer["total"] for transfer in dask_worker.transfer_incoming_log)
 
-    client.run(Counted)  # imports this module, so that none is late
     before = client.run(received)
     pids, unpacked, answers = zip(*(answer for _, answer in on(client, Counted(), range(20))), strict=True)
     assert sorted(answers) == list(range(20))

@@ -384,12 +384,18 @@ def test_what_becomes_of_a_lent_model_is_not_the_owners(tiny_host, change):
 
 
 def test_who_shares_the_hosts_weights(tiny_host):
-    """A retrofit's own model, and what ragged prediction runs; but nothing that estimators are given."""
+    """What ragged prediction runs; but nothing that estimators are given, nor a model that was asked for."""
 
     def place(model):
         return next(model.parameters()).data_ptr()
 
     retrofit = patch(tiny_host, "closed", tau=1e-3)
     shared = place(tiny_host.model)
-    assert place(retrofit.model) == place(retrofit.lent_specs.model) == shared
+    assert place(retrofit.lent_specs.model) == shared
     assert len({shared, *(place(specs.model) for specs in (retrofit.specs, retrofit.host_specs, retrofit.specs))}) == 4
+    before = weights_sha256(tiny_host.model)
+    with torch.no_grad():
+        next(retrofit.model.parameters()).add_(1)
+    assert weights_sha256(tiny_host.model) == before != weights_sha256(retrofit.model)
+    assert weights_sha256(retrofit.specs.model) == weights_sha256(retrofit.model)  # it is what estimators are given
+    assert retrofit.model is retrofit.model and place(retrofit.lent_specs.model) == place(retrofit.model)

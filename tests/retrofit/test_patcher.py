@@ -77,11 +77,11 @@ def test_patching_leaves_the_host_alone(tiny_host, on_host, predict, variant):
     assert_same_weights(weights(tiny_host.model), before)
     assert classes(tiny_host.model) == kinds
     assert np.array_equal(predict(retrofit.host_specs), on_host)
-    # The clone has the same keys and weights, and what estimators are given, which may be trained, shares none of them.
+    # The clone has the same keys and weights, and shares none of them.
     assert_same_weights(weights(retrofit.model), before)
     pointers = {value.data_ptr() for value in tiny_host.model.state_dict().values()}
-    given = nn.Module.state_dict(retrofit.specs.model)
-    assert pointers.isdisjoint(value.data_ptr() for value in given.values())
+    for model in (retrofit.model, retrofit.specs.model):
+        assert pointers.isdisjoint(value.data_ptr() for value in nn.Module.state_dict(model).values())
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
