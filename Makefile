@@ -44,6 +44,7 @@ measure-eval-float32 = oretrofit eval --seeds 3 --out $(R)/eval-float32
 measure-eval-closed = oretrofit eval --seeds 3 --variant closed --out $(R)/eval-closed
 measure-eval-auto = oretrofit eval --seeds 3 --precision auto --out $(R)/eval-auto
 measure-eval-rdata = oretrofit eval --suite rdata --seeds 3 --variant oa --variant full-o --variant closed --out $(R)/eval-rdata-float32
+measure-eval-rdata-second-host = oretrofit pretrain --steps 2500 --seed 1 --out $(MEASURED)/second-host && $(BIN)/oretrofit eval --suite rdata --seeds 2 --variant oa --variant full-o --variant closed --host $(MEASURED)/second-host/oretrofit-small-v3-regressor.safetensors --out $(R)/eval-rdata-second-host && cp $(MEASURED)/second-host/loss.csv $(R)/eval-rdata-second-host
 measure-frontier = oretrofit frontier --json $(R)/frontier.json --plot $(R)/frontier.png
 measure-frontier-mini = oretrofit frontier --suite mini --seeds 1 --json $(R)/frontier-mini.json --plot $(R)/frontier-mini.png
 measure-overhead = oretrofit bench overhead --rounds 25 --json $(R)/overhead.json

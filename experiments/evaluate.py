@@ -143,7 +143,8 @@ class Plan:
                 "calibration": self.given.settings,
             }
         settings = {
-            "host": {"name": self.host.name, "sha256": self.host.sha256},
+            # Of a file its name alone: where it lies is nobody else's business, and the hash says which one it is.
+            "host": {"name": self.host.name and Path(self.host.name).name, "sha256": self.host.sha256},
             "variants": variants,
             "datasets": self.datasets,
             "files_sha256": _files_sha256(self.datasets),
