@@ -71,9 +71,11 @@ class ChangeAxis:
             axes.set_xlabel("RMSE change, %")
         else:
             axes.set_xscale("symlog", linthresh=self.linear)
-            axes.xaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=self.linear))
+            locator = SymmetricalLogLocator(base=10, linthresh=self.linear)
+            locator.set_params(numticks=5)
+            axes.xaxis.set_major_locator(locator)
             axes.minorticks_off()
-            axes.set_xlabel(f"RMSE change, % (linear up to ±{self.linear:g}, then logarithmic)")
+            axes.set_xlabel(f"RMSE change, % (logarithmic beyond ±{self.linear:g})")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+.5g}" if value else "0"))
         axes.grid(axis="x", color=LINE, linewidth=0.6)
         axes.set_xlim(self.low, self.high)

@@ -19,6 +19,11 @@ def test_datasets_that_would_coincide_keep_the_folders_that_tell_them_apart() ->
     assert short_datasets(["csv:caf\udce9.csv#y"]) == {"csv:caf\udce9.csv#y": "caf\\udce9.csv#y"}
 
 
+def test_tables_of_packages_go_by_their_own_names() -> None:
+    specs = ["rdata:AER/wages", "rdata:HLMdiag/wages", "rdata:openintro/cars", "cars", "rdata:plm/Parity"]
+    assert list(short_datasets(specs).values()) == [*specs[:4], "Parity"]
+
+
 def test_targets_are_whole() -> None:
     assert short_datasets(["csv:/far/away/homes.csv#price/sqft"]) == {
         "csv:/far/away/homes.csv#price/sqft": "homes.csv#price/sqft"
