@@ -211,6 +211,7 @@ def pretrain(
     steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = settings.PRETRAIN_STEPS,
     seed: Annotated[int, typer.Option(help="Of the initial weights and every batch.")] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's own choice.")] = None,
+    device: options.Device = "auto",
 ) -> None:
     """Train the small host from scratch, or go on where an earlier run in DIR stopped."""
     options.check_positive(steps=steps)
@@ -225,11 +226,11 @@ def pretrain(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    console = terminal.open_console()
+    device, console = terminal.start(device)
     try:
         with terminal.open_progress(console) as progress:
             task = progress.add_task("Training", total=steps)
-            for step, loss in train(PretrainSettings(steps=steps, seed=seed), out):
+            for step, loss in train(PretrainSettings(steps=steps, seed=seed), out, device=device):
                 progress.update(task, completed=step, description=f"Training, loss {loss:.3f}")
     except KeyboardInterrupt as stop:
         terminal.interrupted(stop, what_is_kept(out))

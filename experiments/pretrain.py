@@ -8,7 +8,9 @@ Shape suffixes: R rows, N train rows, B tables in the batch, C columns, L bucket
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +21,7 @@ import numpy as np
 import torch
 from numpy.random import Generator
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3Config, get_architecture
+from torch.utils.data import DataLoader, Dataset
 
 from ..calibration.prior import draw_sizes, draw_table
 from ..calibration.settings import PRETRAIN_STEPS
@@ -135,6 +138,16 @@ def draw_batch(rng: Generator, settings: PretrainSettings) -> tuple[torch.Tensor
     return x_RBC, torch.from_numpy(np.stack(y, axis=1)).float(), train
 
 
+class _Batches(Dataset):
+    """The batch of each step, which the step's number and the seed decide, whoever draws it."""
+
+    def __init__(self, settings: PretrainSettings) -> None:
+        self.settings = settings
+
+    def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return draw_batch(np.random.default_rng([self.settings.seed, step]), self.settings)
+
+
 def _preprocess(rng: Generator, X: np.ndarray, train: int) -> np.ndarray:
     """What TabPFN's preprocessors may do to a table before the model sees it."""
     kind = rng.random()
@@ -185,12 +198,29 @@ def what_is_kept(folder: Path) -> str:
 
 
 def pretrain(
-    settings: PretrainSettings, folder: Path, *, log_every: int = 25, save_every: int = SAVE_EVERY
+    settings: PretrainSettings,
+    folder: Path,
+    *,
+    device: str = "cpu",
+    workers: int | None = None,
+    log_every: int = 25,
+    save_every: int = SAVE_EVERY,
 ) -> Iterator[tuple[int, float]]:
     """Train the host, resuming from `folder` when it holds an earlier state.
 
     Writes `state.pt` (to resume), `loss.csv`, and at the end `oretrofit-small-v3-regressor.safetensors` into
     `folder`, as its only writer.
+
+    Args:
+        settings: What to train.
+        folder: Where.
+        device: `cpu`, in float32, or `cuda`, where forward passes are under bfloat16 autocast (its range is
+            float32's, so gradients need no scaling) and weights, loss and optimizers in float32. An earlier state may
+            be another device's.
+        workers: Processes that draw the tables ahead, the same tables; by default none beside a CPU, which they would
+            share, and one a core beside a GPU, up to 16.
+        log_every: Steps.
+        save_every: Steps.
 
     Yields:
         (step, mean loss since the last yield) every `log_every` steps: the negative log-likelihood of the bar
@@ -201,37 +231,54 @@ def pretrain(
         OSError: It cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if workers is None:
+        workers = 0 if device == "cpu" else min(os.cpu_count() or 1, 16)
     with held(folder):
-        yield from _train(settings, folder, log_every, save_every)
+        yield from _train(settings, folder, torch.device(device), workers, log_every, save_every)
 
 
-def _train(settings: PretrainSettings, folder: Path, log_every: int, save_every: int) -> Iterator[tuple[int, float]]:
+def _train(
+    settings: PretrainSettings, folder: Path, device: torch.device, workers: int, log_every: int, save_every: int
+) -> Iterator[tuple[int, float]]:
     state_file, log_file = folder / STATE, folder / "loss.csv"
-    model = new_host(settings.seed).train()
+    model = new_host(settings.seed).to(device).train()
     distribution = FullSupportBarDistribution(model.regression_borders.clone())
     optimizers = _optimizers(model, settings)
-    losses, began = [], time.monotonic()
+    losses: list[torch.Tensor] = []
+    began = time.monotonic()
     start = _restore(state_file, settings, model, optimizers) if state_file.exists() else 0
     write_text(log_file, "".join(f"{line}\n" for line in ["step,loss,seconds", *_logged(log_file, start)]))
 
-    for step in range(start, settings.steps):
-        x_RBC, y_RB, train = draw_batch(np.random.default_rng([settings.seed, step]), settings)
+    on_gpu, steps = device.type == "cuda", range(start, settings.steps)
+    batches = DataLoader(
+        _Batches(settings),
+        batch_size=None,
+        sampler=steps,
+        num_workers=workers,
+        pin_memory=on_gpu,  # type: ignore[arg-type]
+    )
+    for step, (x_RBC, y_RB, train) in zip(steps, batches, strict=True):
+        x_RBC, y_RB = (part.to(device, non_blocking=True) for part in (x_RBC, y_RB))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = settings.learning_rate * _rate(step, settings)
-        logits_MBL = model(x_RBC, y_RB[:train])
-        loss = distribution(logits_MBL, y_RB[train:]).mean()
+        with torch.autocast("cuda", torch.bfloat16) if on_gpu else contextlib.nullcontext():
+            logits_MBL = model(x_RBC, y_RB[:train])
+        loss = distribution(logits_MBL.float(), y_RB[train:]).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        losses.append(loss.detach())
         done = step + 1
         if done % log_every == 0 or done == settings.steps:
-            append_line(log_file, f"{done},{np.mean(losses):.4f},{time.monotonic() - began:.0f}")
-            yield done, float(np.mean(losses))
-            losses = []
+            mean, losses = (
+                torch.stack(losses).double().mean().item(),
+                [],
+            )  # a loss by itself would stall a GPU each step
+            append_line(log_file, f"{done},{mean:.4f},{time.monotonic() - began:.0f}")
+            yield done, mean
         if done % save_every == 0 or done == settings.steps:
             state = {
                 "model": model.state_dict(),
@@ -243,13 +290,13 @@ def _train(settings: PretrainSettings, folder: Path, log_every: int, save_every:
             torch.save(state, content)
             with replacing(state_file) as part:
                 part.write_bytes(content.getvalue())
-    save_host(model.eval(), folder / HOST_FILE)
+    save_host(model.cpu().eval(), folder / HOST_FILE)
 
 
 def _restore(file: Path, settings: PretrainSettings, model: Any, optimizers: list[torch.optim.Optimizer]) -> int:
     """Put an earlier run's state on model and optimizers; the number of steps that it had done."""
     try:
-        state = torch.load(file, weights_only=True)
+        state = torch.load(file, weights_only=True, map_location="cpu")
         stored, step, of_model, of_optimizers = (state[name] for name in ("settings", "step", "model", "optimizers"))
     except OSError:
         raise

@@ -50,6 +50,22 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
     assert np.isfinite(regressor.fit(table[:20], table[:20, 0]).predict(table[20:])).all()
 
 
+def test_tables_drawn_ahead_in_processes_are_the_same(tmp_path):
+    losses = {}
+    for workers in (0, 2):
+        folder = tmp_path / str(workers)
+        losses[workers] = list(pretrain(SETTINGS, folder, workers=workers, log_every=1))
+    assert losses[0] == losses[2] and len(losses[0]) == 4
+    assert len({load_host(tmp_path / name / HOST).sha256 for name in ("0", "2")}) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_training_on_a_gpu_goes_on_from_a_cpus_state(folder):
+    steps = [step for step, loss in pretrain(SETTINGS, folder, device="cuda", log_every=1) if np.isfinite(loss)]
+    assert steps == [3, 4]
+    assert load_host(folder / HOST)
+
+
 def test_new_weights_are_those_of_the_seed_and_leave_torchs_own_state_alone():
     before = torch.random.get_rng_state()
     first, again, other = (weights_sha256(new_host(seed)) for seed in (0, 0, 1))
