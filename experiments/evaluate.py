@@ -47,7 +47,7 @@ from ..retrofit.hosts import Host
 from ..retrofit.workers import call_each
 from .case_runner import CaseJob, CaseRunner, Failure
 from .datasets import split_spec
-from .runs import CaseResult, Run
+from .runs import CaseResult, Run, as_rows
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -273,7 +273,7 @@ def case_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
     resident size of the whole process that ran the case, and so of a worker what it shares with the others, too;
     elsewhere unknown.
     """
-    return pd.DataFrame([record for case in cases for record in case.variants])
+    return as_rows(cases)
 
 
 def _files_sha256(specs: Iterable[str]) -> dict[str, str]:

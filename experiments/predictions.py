@@ -2,14 +2,16 @@
 
 It is `predictions/DATASET-SEED-VARIANT-KEY.npz`, KEY the record's own, and holds float32 arrays: `y` (rows,), the test
 targets; `host_mean` and `variant_mean` (rows,); `host_quantiles` and `variant_quantiles` (rows, levels) at `levels`
-(levels,). It is written whole before its record is. No figure depends on it, and it may be removed: what a
-repository keeps of a run leaves it out.
+(levels,). All but the last are less `shift` and divided by `scale`, two float64 numbers: float32 has too few digits for
+years in seconds, and too short a range for some targets. (Files of earlier versions have neither.) It is written whole
+before its record is. No figure depends on it, and it may be removed: what a repository keeps of a run leaves it out.
 """
 
 from __future__ import annotations
 
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What a model predicted for the test rows of a case, in the target's unit, float32.
+    """What a model predicted for the test rows of a case, in the target's unit, as kept in float32.
 
     Attributes:
         mean: (rows,).
@@ -45,7 +47,7 @@ class Predictions:
     """A case's predictions, by host and variants.
 
     Attributes:
-        y: (rows,), the test targets, float32.
+        y: (rows,), the test targets.
         levels: (levels,), of the quantiles.
         answers: `host` first, then the variants whose predictions are there.
     """
@@ -57,10 +59,12 @@ class Predictions:
 
 def make_arrays(y: np.ndarray, host: Answer, variant: Answer) -> dict[str, np.ndarray]:
     """What a file holds."""
-    arrays = {"y": y, "levels": np.array(LEVELS)}
+    arrays = {"y": y}
     for name, answer in (("host", host), ("variant", variant)):
         arrays |= {f"{name}_mean": answer.mean, f"{name}_quantiles": answer.quantiles}
-    return {name: np.asarray(array, dtype=np.float32) for name, array in arrays.items()}
+    shift, scale = np.float64(np.mean(y)), np.float64(np.std(y) or 1.0)
+    scaled = {name: ((array - shift) / scale).astype(np.float32) for name, array in arrays.items()}
+    return {**scaled, "levels": np.array(LEVELS, dtype=np.float32), "shift": shift, "scale": scale}
 
 
 def write_predictions(folder: Path, record: Mapping[str, Any], arrays: Arrays) -> None:
@@ -81,14 +85,16 @@ def read_predictions(folder: Path, records: Iterable[Mapping[str, Any]]) -> Pred
         file = _file_of(folder, record)
         try:
             with np.load(file) as content:
-                arrays = {name: content[name] for name in content.files}
+                arrays = _in_the_targets_unit({name: content[name] for name in content.files})
             host, variant = _answer(arrays, "host"), _answer(arrays, "variant")
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise ValueError(f"{file} holds no predictions ({error}); remove it, and that case goes without") from error
         if predictions is None:
             predictions = Predictions(arrays["y"], arrays["levels"], {"host": host})
+        elif arrays["y"].shape != predictions.y.shape or not np.array_equal(arrays["levels"], predictions.levels):
+            raise ValueError(f"{file} holds predictions of other rows or levels than the files beside it; remove it")
         predictions.answers[record["variant"]] = variant
     return predictions
 
@@ -97,6 +103,14 @@ def remove_unfinished(folder: Path) -> None:
     """Remove what a killed run had begun to write."""
     for part in (folder / FOLDER).glob(".*.part.npz"):
         part.unlink(missing_ok=True)
+
+
+def _in_the_targets_unit(arrays: Arrays) -> dict[str, np.ndarray]:
+    shift, scale, levels = arrays.get("shift", 0.0), arrays.get("scale", 1.0), arrays["levels"]
+    values = {name: scale * arrays[name].astype(np.float64) + shift for name in arrays if name != "levels"}
+    if arrays["y"].ndim != 1 or not arrays["y"].size or not all(np.isfinite(value).all() for value in values.values()):
+        raise ValueError("no rows, or values that are not finite")
+    return {**values, "levels": levels}
 
 
 def _answer(arrays: Arrays, whose: str) -> Answer:

@@ -112,7 +112,7 @@ def evaluation(name: str) -> SimpleNamespace:
 @functools.cache  # its statistics take seconds, and two pages quote them
 def _evaluation(folder: Path) -> SimpleNamespace:
     run = runs.read_run(folder)
-    rows = pd.DataFrame([record for case in run.results() for record in case.variants])
+    rows = runs.as_rows(run.results())
     summary = make_summary(run.settings, rows, read(f"{folder.name}/summary.json").get("failed", []))
     return SimpleNamespace(
         rows=rows,

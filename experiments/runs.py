@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from ..retrofit.files import write_text
 from .folders import append_line, held
@@ -63,6 +65,13 @@ class CaseResult:
         """As in `cases.jsonl`."""
         content = {"dataset": self.dataset, "seed": self.seed, "variants": self.variants}
         return json.dumps(content, allow_nan=False)
+
+
+def as_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
+    """Their records, as `evaluate.case_rows` describes them."""
+    # Names of files may be no UTF-8, which pandas' own strings cannot hold.
+    with pd.option_context("future.infer_string", False):
+        return pd.DataFrame([record for case in cases for record in case.variants])
 
 
 @dataclass

@@ -114,16 +114,16 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         with console.status("Testing what changed"):
             failed = [vars(failure) for failure in failures]
             summary = report.make_summary(opened.settings, rows, failed, options.margin)
+        if cases:
+            changes = report.case_cells(rows, names)
+            print_table(console, *changes, title="RMSE change of each case against the host, %")
+            print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
+            print_text(console, report.notes(summary))
+            for words in [*verdicts(summary["statistics"]), WHAT_A_VERDICT_SAYS, power_words(summary["power"])]:
+                if words:
+                    print_text(console, words)
         with console.status("Drawing"):
             errors = _write_report(opened, summary, rows, options.json_file)
-    if cases:
-        changes = report.case_cells(rows, names)
-        print_table(console, *changes, title="RMSE change of each case against the host, %")
-        print_table(console, *report.summary_cells(summary), title="RMSE change against the host, %")
-        print_text(console, report.notes(summary))
-        for words in [*verdicts(summary["statistics"]), WHAT_A_VERDICT_SAYS, power_words(summary["power"])]:
-            if words:
-                print_text(console, words)
     files = [name for name in (*REPORTS, CASES, SETTINGS) if (folder / name).exists()]
     print_text(console, f"In {folder}: {', '.join(files)}")
     if PAGE in files:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version as installed_version
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pandas as pd
+import torch
 from tabpfn.base import ModelSpecs
 from torch import nn
 
@@ -53,6 +55,7 @@ class Retrofit:
     settings: dict[str, Any]
     statistics: dict[str, dict[str, float]] = field(default_factory=dict)
     _is_lent: bool = True
+    _lock: Lock = field(default_factory=Lock, compare=False)
 
     @property
     def model(self) -> nn.Module:
@@ -60,9 +63,18 @@ class Retrofit:
 
         Its weights are the host's own, in memory, until it is first asked for: then it gets a copy, to be written to.
         """
-        if self._is_lent:
-            self._model, self._is_lent = copy.deepcopy(self._model), False
+        with self._lock, torch.inference_mode(False):
+            if self._is_lent:
+                self._model, self._is_lent = copy.deepcopy(self._model), False
         return self._model
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickles and copies: without the lock."""
+        return {name: value for name, value in vars(self).items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """With a lock of its own."""
+        vars(self).update(state, _lock=Lock())
 
     @property
     def specs(self) -> ModelSpecs:
@@ -146,9 +158,16 @@ class Retrofit:
             path: Ends in `.safetensors`, and has the version in its name that TabPFN is to take it for, `v3`.
 
         Raises:
-            ValueError: Another name.
+            ValueError: Another name, or a model that was trained since: a retrofit is about its host's weights.
             OSError: The file cannot be written.
         """
+        if not self._is_lent:
+            own = nn.Module.state_dict(self._model)
+            if not all(torch.equal(own[name], weight) for name, weight in self.host.model.state_dict().items()):
+                raise ValueError(
+                    "the retrofit's model has other weights than its host by now, which no retrofit's checkpoint can "
+                    "hold; train the host, and patch that"
+                )
         write_retrofit(self.host, self.to_dict(), Path(path))
 
     predict_ragged = predict_ragged

@@ -27,7 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
         OSError: With `path` as its `filename`, for whatever could not be created, written or renamed.
     """
     place = path.resolve()
-    if _is_special(place):
+    if _is_special(path):  # resolved, a pipe has no path
         with _naming(path):
             yield path
         return
@@ -76,15 +76,16 @@ def _finite(content: Any) -> Any:
 def check_writable(*paths: Path | None) -> None:
     """Raise `OSError` for a path that `replacing` could not write, before work is put into its content."""
     for path in paths:
-        if path is not None and not _is_special(place := path.resolve()):
+        if path is not None and not _is_special(path):
+            place = path.resolve()
             part = place.with_name(f".{place.stem[:40]}.{secrets.token_hex(4)}.part")
             with _naming(path, part):
                 _create(part, place)
                 part.unlink()
 
 
-def _is_special(place: Path) -> bool:
-    return place.exists() and not place.is_file() and not place.is_dir()
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _create(part: Path, place: Path) -> None:

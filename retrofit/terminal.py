@@ -109,7 +109,9 @@ def open_console() -> Console:
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it does not have must not cost the results
         sys.stdout.reconfigure(errors="backslashreplace")
-    return Console(highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.width = console.width or 80  # COLUMNS=0 is a width that nobody knows
+    return console
 
 
 def open_progress(console: Console) -> Progress:

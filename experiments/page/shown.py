@@ -13,9 +13,10 @@ from typing import Any
 import pandas as pd
 
 from ...calibration.settings import IDENTITY, MARGIN
+from ...retrofit.options import check_margin
 from ..provenance import read_provenance
 from ..report import PAPER, make_summary
-from ..runs import CASES, Run, read_run
+from ..runs import CASES, Run, as_rows, read_run
 from ..verdicts import by_measure
 from .answers import Answers, read_answers
 from .sites import Sites, read_sites
@@ -116,7 +117,7 @@ def files_read(folders: Sequence[Path]) -> list[Path]:
 
 def _read(folder: Path, name: str, wants_paper: bool) -> Shown:
     run = read_run(folder)
-    rows = pd.DataFrame([record for case in run.results() for record in case.variants])
+    rows = as_rows(run.results())
     if not len(rows):
         raise ValueError(f"{folder} holds no finished case; run its eval again, which goes on there")
     summary = _stored_summary(folder)
@@ -130,7 +131,9 @@ def _stored_summary(folder: Path) -> dict[str, Any]:
     try:
         stored = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         failed = [{key: case[key] for key in ("dataset", "seed", "reason")} for case in stored["failed"]]
-        return {"failed": failed, "margin": float(stored.get("margin", MARGIN))}
+        margin = float(stored.get("margin", MARGIN))
+        check_margin(margin)
+        return {"failed": failed, "margin": margin}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {"failed": [], "margin": MARGIN}
 

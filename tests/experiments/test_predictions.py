@@ -76,7 +76,8 @@ def test_predictions_are_those_that_the_figures_are_of(plan: Plan, tmp_path: Pat
         assert found is not None and list(found.answers) == ["host", "identity", "oa"]
         assert tuple(found.levels) == tuple(np.float32(level) for level in LEVELS)
         made = make_case(load_dataset(case.dataset), case.seed, 16, 8)
-        np.testing.assert_array_equal(found.y, made.y_test.astype(np.float32))
+        rounding = 6e-8 * np.abs(made.y_test - made.y_test.mean()).max()  # float32's, of what is left of their mean
+        np.testing.assert_allclose(found.y, made.y_test, rtol=1e-15, atol=rounding)
         fitted = regressor(plan.host.specs, n_estimators=1, random_state=case.seed).fit(made.X_train, made.y_train)
         expected = fitted.predict(made.X_test, output_type="quantiles", quantiles=list(LEVELS))
         # TabPFN reads quantiles off in float32, which resolves a probability of 0.01 by 6e-8 (summed over 50 bars).
@@ -85,7 +86,6 @@ def test_predictions_are_those_that_the_figures_are_of(plan: Plan, tmp_path: Pat
         for record in case.variants:
             for name, who in (("host", "host"), (record["variant"], "variant")):
                 answer = found.answers[name]
-                assert answer.mean.dtype == answer.quantiles.dtype == np.float32
                 # Each value is rounded to float32 by 6e-8 of its size.
                 size = np.abs(made.y_test).max() + np.abs(answer.mean).max()
                 error = np.sqrt(np.mean((answer.mean.astype(float) - made.y_test) ** 2))
@@ -94,6 +94,43 @@ def test_predictions_are_those_that_the_figures_are_of(plan: Plan, tmp_path: Pat
                     ends = [answer.quantiles[:, LEVELS.index(level)] for level in (low, high)]
                     inside = np.mean((ends[0] <= found.y) & (found.y <= ends[1]))
                     assert inside == record[f"{who}_coverage_{share}"]
+
+
+@pytest.mark.parametrize(("scale", "offset"), [(1.0, 1.7e9), (1e60, 0.0), (1e-60, 1e-59), (0.0, 5.0)])
+def test_targets_of_any_size_keep_their_digits(tmp_path: Path, scale: float, offset: float) -> None:
+    rng = np.random.default_rng(0)
+    y, mean, quantiles = (scale * rng.standard_normal(s) + offset for s in (50, 50, (50, len(LEVELS))))
+    record = {"dataset": "a", "seed": 0, "variant": "oa", "key": "0"}
+    answer = predictions.Answer(mean, quantiles)
+    predictions.write_predictions(tmp_path, record, predictions.make_arrays(y, answer, answer))
+    found = predictions.read_predictions(tmp_path, [record])
+    assert found is not None
+    for ours, own in ((found.y, y), (found.answers["oa"].mean, mean), (found.answers["host"].quantiles, quantiles)):
+        # Half a unit of float32 in values of up to 6 deviations, and of float64 in the offset.
+        np.testing.assert_allclose(ours, own, rtol=1e-15, atol=6 * 6e-8 * scale)
+
+
+@pytest.mark.parametrize("bad", [b"", b"PK\x03\x04", "middle", "inf", "rows"])
+def test_a_damaged_file_is_named(tmp_path: Path, bad: bytes | str) -> None:
+    record = {"dataset": "a", "seed": 0, "variant": "oa", "key": "0"}
+    y = np.arange(400.0)
+    answer = predictions.Answer(y, np.tile(y[:, None], len(LEVELS)))
+    arrays = predictions.make_arrays(y, answer, answer)
+    if bad == "inf":
+        arrays["variant_mean"] = np.full_like(arrays["variant_mean"], np.inf)
+    if bad == "rows":
+        arrays = {name: array[:0] if array.ndim and name != "levels" else array for name, array in arrays.items()}
+    predictions.write_predictions(tmp_path, record, arrays)
+    (file,) = kept(tmp_path)
+    if isinstance(bad, bytes):
+        file.write_bytes(bad)
+    elif bad == "middle":
+        content = bytearray(file.read_bytes())
+        place = len(content) * 15 // 100
+        content[place : place + 20] = b"\xff" * 20
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"a-0-oa-0\.npz holds no predictions"):
+        predictions.read_predictions(tmp_path, [record])
 
 
 def test_other_plans_in_the_same_folder_keep_theirs(plan: Plan, tmp_path: Path) -> None:

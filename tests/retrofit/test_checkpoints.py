@@ -271,3 +271,14 @@ def test_nothing_else_warns_of_the_state_dict(retrofits, regressor, table, tmp_p
         retrofits["oa"].save_checkpoint(tmp_path / "mine-v3.safetensors")
         assert retrofits["oa"].host.sha256 == tiny_host.sha256
         save_tabpfn_model(regressor(tiny_host.specs).fit(*table[:2]), tmp_path / "host-v3.ckpt")
+
+
+def test_a_trained_model_is_not_written_as_if_it_had_not_been(tiny_host, tmp_path):
+    retrofit = patch(tiny_host, "closed", tau=1e-3)
+    retrofit.model.eval()
+    retrofit.save_checkpoint(tmp_path / "same-v3.safetensors")
+    with torch.no_grad():
+        next(retrofit.model.parameters()).add_(1)
+    with pytest.raises(ValueError, match="other weights than its host"):
+        retrofit.save_checkpoint(tmp_path / "other-v3.safetensors")
+    assert not (tmp_path / "other-v3.safetensors").exists()

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -398,4 +399,6 @@ def test_who_shares_the_hosts_weights(tiny_host):
         next(retrofit.model.parameters()).add_(1)
     assert weights_sha256(tiny_host.model) == before != weights_sha256(retrofit.model)
     assert weights_sha256(retrofit.specs.model) == weights_sha256(retrofit.model)  # it is what estimators are given
+    assert len({id(model) for model in ThreadPoolExecutor(8).map(lambda _: retrofit.model, range(32))}) == 1
+    assert copy.deepcopy(retrofit).model is not retrofit.model
     assert retrofit.model is retrofit.model and place(retrofit.lent_specs.model) == place(retrofit.model)
