@@ -259,8 +259,11 @@ def ragged_table() -> str:
 def overhead_table() -> str:
     """What a forward pass of a variant takes."""
     rows = _frame("overhead.json").itertuples()
-    cells = [[f"`{r.variant}`", f"{r.ratio:.3f}", f"{r.host_seconds:.2f}", f"{r.variant_seconds:.2f}"] for r in rows]
-    return markdown_table(["variant", "time, variant / host", "host, s", "variant, s"], cells)
+    cells = [
+        [f"`{r.variant}`", *(f"{v:.3f}" for v in (r.ratio, r.low, r.high, r.host_seconds, r.variant_seconds))]
+        for r in rows
+    ]
+    return markdown_table(["variant", "time, variant / host", "95 % CI from", "to", "host, s", "variant, s"], cells)
 
 
 def contracts_table() -> str:

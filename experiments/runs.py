@@ -69,9 +69,12 @@ class CaseResult:
 
 def as_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
     """Their records, as `evaluate.case_rows` describes them."""
+    records = [record for case in cases for record in case.variants]
+    names = dict.fromkeys(name for record in records for name in record)
+    columns = {name: [record.get(name) for record in records] for name in names}
     # Names of files may be no UTF-8, which pandas' own strings cannot hold.
-    with pd.option_context("future.infer_string", False):
-        return pd.DataFrame([record for case in cases for record in case.variants])
+    texts = {name for name, values in columns.items() if any(isinstance(value, str) for value in values)}
+    return pd.DataFrame({n: pd.Series(v, dtype=object if n in texts else None) for n, v in columns.items()})
 
 
 @dataclass

@@ -101,7 +101,7 @@ def test_it_shows_every_site_whole_in_a_terminal(retrofits, monkeypatch):
     retrofit = retrofits["full-o"]
     head, _, tables = str(retrofit).partition("\n\n")
     lines = tables.splitlines()
-    assert head.replace("\n", "") == repr(retrofit) and max(map(len, lines)) <= 80
+    assert head.replace("\n", " ") == repr(retrofit) and max(map(len, lines)) <= 80
     shown = {line.split()[0]: line.split() for line in lines if line}
     for site in retrofit.table.to_dict("records"):
         name = site["name"].replace("feature_distribution_embedder.layers", "emb").replace("icl_blocks", "icl")

@@ -5,6 +5,7 @@ import inspect
 import io
 import json
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -142,7 +143,7 @@ def test_it_is_calibrated_as_a_patch_and_closed_by_default(calibrations, table, 
 
 def test_the_example_runs(calibrations):
     doc = inspect.getdoc(RetrofitRegressor)
-    example = textwrap.dedent(doc[doc.index("    from oretrofit") : doc.index("Args:")])
+    example = textwrap.dedent(re.search(r"```python\n(.*?)```", doc, re.DOTALL)[1])
     names = {}
     exec(example, names)
     assert (names["low"] < names["high"]).all()
