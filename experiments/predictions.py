@@ -62,7 +62,7 @@ def make_arrays(y: np.ndarray, host: Answer, variant: Answer) -> dict[str, np.nd
     arrays = {"y": y}
     for name, answer in (("host", host), ("variant", variant)):
         arrays |= {f"{name}_mean": answer.mean, f"{name}_quantiles": answer.quantiles}
-    shift, scale = np.float64(np.mean(y)), np.float64(np.std(y) or 1.0)
+    shift, scale = np.array(np.mean(y)), np.array(np.std(y) or 1.0)
     scaled = {name: ((array - shift) / scale).astype(np.float32) for name, array in arrays.items()}
     return {**scaled, "levels": np.array(LEVELS, dtype=np.float32), "shift": shift, "scale": scale}
 
