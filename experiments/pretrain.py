@@ -253,9 +253,10 @@ def _train(
     batches = DataLoader(
         _Batches(settings),
         batch_size=None,
-        sampler=steps,
+        sampler=steps,  # type: ignore[arg-type]
         num_workers=workers,
-        pin_memory=on_gpu,  # type: ignore[arg-type]
+        pin_memory=on_gpu,
+        generator=torch.Generator(),  # or it would draw from the caller's
     )
     for step, (x_RBC, y_RB, train) in zip(steps, batches, strict=True):
         x_RBC, y_RB = (part.to(device, non_blocking=True) for part in (x_RBC, y_RB))

@@ -524,7 +524,7 @@ def test_changes_of_all_sizes(tmp_path: Path) -> None:
     for line, change in zip(lines, (1e-4, -2e-4, 3e-4, 900.0), strict=True):
         line["variants"][1]["rmse_delta_pct"] = change
     (made / "cases.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert "then logarithmic" in render(read_shown([made]))
+    assert "logarithmic beyond" in render(read_shown([made]))
     for line in lines:
         for found in line["variants"]:
             found["rmse_delta_pct"] = 0.0
