@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -208,7 +209,7 @@ def test_doctor(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "t.json").read_text())
     assert found["problems"] == []
-    assert found["versions"]["torch"] == torch.__version__ and "pytest" not in found["versions"]
+    assert found["versions"]["torch"] == version("torch") and "pytest" not in found["versions"]
     assert list(found["hosts"]) == ["small", "random-v3", "v3"]
     assert found["self-test"]["cpu"].startswith("passed in ")
     home = str(Path.home())
@@ -727,12 +728,13 @@ def test_not_enough_memory_is_one_message(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def pretrain(settings, folder):
+    def pretrain(settings, folder, device):
         assert (settings.steps, settings.seed, folder, torch.get_num_threads()) == (50, 3, tmp_path / "host", 1)
+        assert device == "cpu"
         yield 25, 1.5
         yield 50, 1.25
 
     monkeypatch.setattr("oretrofit.experiments.pretrain.pretrain", pretrain)
-    result = oretrofit("pretrain --steps 50 --seed 3 --threads 1", "--out", str(tmp_path / "host"))
+    result = oretrofit("pretrain --steps 50 --seed 3 --threads 1 --device cpu", "--out", str(tmp_path / "host"))
     assert result.exit_code == 0, result.output
     assert str(tmp_path / "host") in "".join(result.stdout.split("\n"))
