@@ -70,7 +70,7 @@ def patch(
     with terminal.open_progress(console) as progress:
         retrofit, check = patch_and_check(host, variant, chosen, device, partial(terminal.begin_stage, progress))
     print_text(console, checked_summary(retrofit, check))
-    sites, spec = retrofit.table, known_spec(retrofit.model)
+    sites, spec = retrofit.table, known_spec(retrofit.host.model)
     files: options.Files = {out: retrofit.save, json_file: partial(write_rows, sites)}
     terminal.finish(console, site_tables(sites, spec), site_notes(spec), files)
     print_text(console, f"Saved to {out}." if out else "Nothing was saved; --out FILE saves the retrofit.")
@@ -159,7 +159,7 @@ def report(runs: options.RunFolders, out: options.Page, paper: options.Paper = F
         shown = read_shown(runs, wants_paper=paper)
         page = render(shown)
     terminal.finish(console, [], "\n".join(notices(shown)), {out: lambda file: write_text(file, page)})
-    console.print(f"Saved to {out}.", soft_wrap=True)
+    print_text(console, f"Saved to {out}.")
 
 
 @app.command(

@@ -19,7 +19,6 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 import torch
 
 from ..calibration.calibration import Calibration
@@ -47,7 +46,7 @@ from ..retrofit.hosts import Host
 from ..retrofit.workers import call_each
 from .case_runner import CaseJob, CaseRunner, Failure
 from .datasets import split_spec
-from .runs import CaseResult, Run, as_rows
+from .runs import CaseResult, Run
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -256,24 +255,6 @@ def evaluate(
                 on_case(result(case))
     cases = [(dataset, seed) for dataset in plan.datasets for seed in range(plan.seeds)]
     return [result(case) for case in cases if case not in failed], [failed[case] for case in cases if case in failed]
-
-
-def case_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
-    """One row a case and variant.
-
-    Columns: `dataset`, `seed`, `variant`, `n_train`, `n_test`, `n_columns`; with `host_` and `variant_` in front
-    `rmse`, `nll` (mean negative log-likelihood of the test targets, in nats), `crps` (mean continuous ranked
-    probability score, in the target's unit), `coverage_80` and `coverage_95` (the fraction of test targets inside the
-    central interval), `seconds` (fit and predict) and `peak_mb`; `rmse_delta_pct`; `max_abs_diff_sd`, the largest
-    change of a predicted mean in standard deviations of the training target; `precision` and `device`;
-    `train_mean_rmse`, of predicting the train rows' mean; `target_sd`, the standard deviation of the test targets;
-    `workers`, how many cases ran side by side: with more than one, `seconds` mean nothing; `key`, a hash of what
-    decides the row. Records of earlier versions lack `crps`, `coverage_80`, `coverage_95` and `target_sd`, and perhaps
-    `train_mean_rmse` and `workers`, which was one. `peak_mb` is in MiB: on a GPU what torch allocated, on Linux the
-    resident size of the whole process that ran the case, and so of a worker what it shares with the others, too;
-    elsewhere unknown.
-    """
-    return as_rows(cases)
 
 
 def _files_sha256(specs: Iterable[str]) -> dict[str, str]:

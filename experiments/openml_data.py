@@ -52,6 +52,7 @@ def regression_tasks(name: str, suite_id: int) -> list[str]:
 
     Raises `DatasetError` if there is none, or if OpenML cannot be reached and the suite was never asked for.
     """
+    kept: Path | None = None
     try:
         with _client(name) as openml:
             kept = Path(openml.config.get_cache_directory()) / f"oretrofit-suite-{suite_id}.json"
@@ -64,7 +65,7 @@ def regression_tasks(name: str, suite_id: int) -> list[str]:
             )
             found = set(regression.get("tid", ()))
     except Unavailable:
-        if not kept.exists():
+        if kept is None or not kept.exists():
             raise
         warnings.warn(f"{name}: OpenML could not be reached; the suite is as it was when last asked for", stacklevel=2)
         return json.loads(kept.read_text())

@@ -107,7 +107,8 @@ def remove_unfinished(folder: Path) -> None:
 
 def _in_the_targets_unit(arrays: Arrays) -> dict[str, np.ndarray]:
     shift, scale, levels = arrays.get("shift", 0.0), arrays.get("scale", 1.0), arrays["levels"]
-    values = {name: scale * arrays[name].astype(np.float64) + shift for name in arrays if name != "levels"}
+    of_rows = arrays.keys() - {"levels", "shift", "scale"}
+    values = {name: scale * arrays[name].astype(np.float64) + shift for name in of_rows}
     if arrays["y"].ndim != 1 or not arrays["y"].size or not all(np.isfinite(value).all() for value in values.values()):
         raise ValueError("no rows, or values that are not finite")
     return {**values, "levels": levels}

@@ -43,7 +43,7 @@ _RESAMPLES = 10_000
 
 
 def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
-    """Summarise the rows of `evaluate.case_rows` per variant.
+    """Summarise the rows of `runs.case_rows` per variant.
 
     Returns:
         For each variant: `cases`; `mean_`, `median_`, `largest_` (the largest change, of either sign) and
@@ -306,6 +306,13 @@ def plot_deltas(rows: pd.DataFrame, names: Mapping[str, str], file: Path) -> Non
         figure.savefig(part, format="png")
 
 
+def linear_up_to(rows: pd.DataFrame) -> float | None:
+    """Up to which change an axis is best linear, and logarithmic beyond; None where changes are of one size."""
+    sizes = rows.loc[rows["variant"] != "identity", "rmse_delta_pct"].abs()
+    typical = sizes[sizes > 0].median()
+    return 10.0 ** math.floor(math.log10(typical)) if sizes.max() > 20 * typical else None
+
+
 def set_change_scale(axes: Any, rows: pd.DataFrame, direction: str = "y") -> None:
     """Let a figure's `axes` show RMSE changes in percent along x or y, for the values in `rows["rmse_delta_pct"]`.
 
@@ -314,10 +321,7 @@ def set_change_scale(axes: Any, rows: pd.DataFrame, direction: str = "y") -> Non
     from matplotlib.ticker import FuncFormatter, NullFormatter, SymmetricalLogLocator
 
     axis, label = getattr(axes, f"{direction}axis"), "RMSE change against the host, %"
-    sizes = rows.loc[rows["variant"] != "identity", "rmse_delta_pct"].abs()
-    typical = sizes[sizes > 0].median()
-    if sizes.max() > 20 * typical:
-        threshold = 10.0 ** math.floor(math.log10(typical))
+    if (threshold := linear_up_to(rows)) is not None:
         getattr(axes, f"set_{direction}scale")("symlog", linthresh=threshold)
         label += f"\n(linear up to ±{threshold:g}, logarithmic beyond)"
         axis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=threshold))
@@ -336,7 +340,7 @@ def bootstrap_ci(values: np.ndarray) -> list[float]:
 
 
 def cases_csv(rows: pd.DataFrame) -> str:
-    """The rows of `evaluate.case_rows` as CSV, unrounded."""
+    """The rows of `runs.case_rows` as CSV, unrounded."""
     ordered = sorted(rows, key=lambda name: name == "key")  # which is read in front, and written behind
     text = rows[ordered].to_csv(index=False, lineterminator="\n")
     return text.encode("utf-8", "backslashreplace").decode()  # of names of files that are no UTF-8

@@ -105,14 +105,14 @@ def _frame(name: str) -> pd.DataFrame:
 
 
 def evaluation(name: str) -> SimpleNamespace:
-    """An evaluation's `rows` (as of `evaluate.case_rows`), and of its summary the parts, in Markdown."""
+    """An evaluation's `rows` (as of `runs.case_rows`), and of its summary the parts, in Markdown."""
     return _evaluation(RESULTS / name)
 
 
 @functools.cache  # its statistics take seconds, and two pages quote them
 def _evaluation(folder: Path) -> SimpleNamespace:
     run = runs.read_run(folder)
-    rows = runs.as_rows(run.results())
+    rows = runs.case_rows(run.results())
     summary = make_summary(run.settings, rows, read(f"{folder.name}/summary.json").get("failed", []))
     return SimpleNamespace(
         rows=rows,

@@ -52,7 +52,7 @@ class CaseResult:
     Attributes:
         dataset: Its dataset.
         seed: Its seed.
-        variants: A flat record for each variant, as `evaluate.case_rows` lists them.
+        variants: A flat record for each variant, as `runs.case_rows` lists them.
         predictions: By variant what was predicted, on the way from where the case ran to where it is written.
     """
 
@@ -67,8 +67,21 @@ class CaseResult:
         return json.dumps(content, allow_nan=False)
 
 
-def as_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
-    """Their records, as `evaluate.case_rows` describes them."""
+def case_rows(cases: Iterable[CaseResult]) -> pd.DataFrame:
+    """One row a case and variant.
+
+    Columns: `dataset`, `seed`, `variant`, `n_train`, `n_test`, `n_columns`; with `host_` and `variant_` in front
+    `rmse`, `nll` (mean negative log-likelihood of the test targets, in nats), `crps` (mean continuous ranked
+    probability score, in the target's unit), `coverage_80` and `coverage_95` (the fraction of test targets inside the
+    central interval), `seconds` (fit and predict) and `peak_mb`; `rmse_delta_pct`; `max_abs_diff_sd`, the largest
+    change of a predicted mean in standard deviations of the training target; `precision` and `device`;
+    `train_mean_rmse`, of predicting the train rows' mean; `target_sd`, the standard deviation of the test targets;
+    `workers`, how many cases ran side by side: with more than one, `seconds` mean nothing; `key`, a hash of what
+    decides the row. Records of earlier versions lack `crps`, `coverage_80`, `coverage_95` and `target_sd`, and perhaps
+    `train_mean_rmse` and `workers`, which was one. `peak_mb` is in MiB: on a GPU what torch allocated, on Linux the
+    resident size of the whole process that ran the case, and so of a worker what it shares with the others, too;
+    elsewhere unknown.
+    """
     records = [record for case in cases for record in case.variants]
     names = dict.fromkeys(name for record in records for name in record)
     columns = {name: [record.get(name) for record in records] for name in names}

@@ -90,10 +90,10 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
     Raises `ValueError` for what cannot be run, `OSError` for a folder that cannot be written to.
     """
     with console.status("Loading TabPFN and the host"):
-        from . import evaluate, report
+        from . import report
         from .page.shown import PAGE
         from .provenance import append_provenance
-        from .runs import CASES, REPORTS, SETTINGS, open_run
+        from .runs import CASES, REPORTS, SETTINGS, case_rows, open_run
         from .style import short_datasets
         from .verdicts import WHAT_A_VERDICT_SAYS, power_words, verdicts
 
@@ -110,7 +110,7 @@ def run_session(options: EvalOptions, console: Console) -> list[str]:
         if opened.missing():
             append_provenance(folder)
         cases, failures = _run_missing(plan, opened, options.workers, client, names, console)
-        rows = evaluate.case_rows(cases)
+        rows = case_rows(cases)
         with console.status("Testing what changed"):
             failed = [vars(failure) for failure in failures]
             summary = report.make_summary(opened.settings, rows, failed, options.margin)

@@ -40,7 +40,7 @@ class Measure:
         name: In words.
         unit: Of the change.
         margin: Within which it is equivalent, for a margin of 1 %.
-        change: From the rows of `evaluate.case_rows`.
+        change: From the rows of `runs.case_rows`.
     """
 
     name: str
@@ -68,7 +68,7 @@ def compare_variants(rows: pd.DataFrame, margin: float = MARGIN) -> pd.DataFrame
     """Test each variant against its host.
 
     Args:
-        rows: Of `evaluate.case_rows`. What they lack (those of earlier versions) is left out.
+        rows: Of `runs.case_rows`. What they lack (those of earlier versions) is left out.
         margin: Changes of up to so many percent, up or down, count as equivalent; see `MEASURES` for what is not
             counted in percent.
 

@@ -82,9 +82,8 @@ def read_answers(run: Run) -> Answers:
             continue
         if kept is None:
             continue
-        y = kept.y.astype(float)
-        scale = y.std() or 1.0
-        means = {who: (answer.mean.astype(float) - y.mean()) / scale for who, answer in kept.answers.items()}
+        mean, scale = kept.y.mean(), kept.y.std() or 1.0
+        means = {who: (answer.mean - mean) / scale for who, answer in kept.answers.items()}
         below = {who: (kept.y[:, None] <= answer.quantiles).mean(axis=0) for who, answer in kept.answers.items()}
         levels = kept.levels
         cases.append(CaseAnswers(case.dataset, means, below))

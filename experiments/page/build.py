@@ -84,10 +84,10 @@ def notices(runs: Sequence[Shown]) -> list[str]:
 
 def _subtitle(shown: Shown) -> str:
     settings = shown.run.settings
-    host = settings["host"]["name"] or "given as an object"
     finished, held = len(shown.run.results()), shown.rows["dataset"].nunique()
     return (
-        f"host {host}, precision {tables.precision_of(settings)}, device {settings.get('gpu') or settings['device']}, "
+        f"host {tables.host_of(settings)}, precision {tables.precision_of(settings)}, "
+        f"device {tables.device_of(settings)}, "
         f"{finished} cases of {held} table{'s' * (held != 1)}"
     )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from ..report import linear_up_to
 from .svg import BAND, INK, LINE, MUTED, color_of, draw, rgb, run_color
 
 if TYPE_CHECKING:
@@ -52,9 +53,7 @@ class ChangeAxis:
     @classmethod
     def of(cls, rows: pd.DataFrame, intervals: Iterable[float | None]) -> ChangeAxis:
         """One with room for all of `rows["rmse_delta_pct"]`; logarithmic where these differ by orders of magnitude."""
-        sizes = rows.loc[rows["variant"] != "identity", "rmse_delta_pct"].abs()
-        typical = sizes[sizes > 0].median()
-        linear = 10.0 ** math.floor(math.log10(typical)) if sizes.max() > 20 * typical else None
+        linear = linear_up_to(rows)
         values = [*rows["rmse_delta_pct"], *(end for end in intervals if end is not None), 0.0]
         low, high = min(values), max(values)
         if linear is not None:

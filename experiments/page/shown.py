@@ -16,7 +16,7 @@ from ...calibration.settings import IDENTITY, MARGIN
 from ...retrofit.options import check_margin
 from ..provenance import read_provenance
 from ..report import PAPER, make_summary
-from ..runs import CASES, Run, as_rows, read_run
+from ..runs import CASES, Run, case_rows, read_run
 from ..verdicts import by_measure
 from .answers import Answers, read_answers
 from .sites import Sites, read_sites
@@ -31,7 +31,7 @@ class Shown:
     Attributes:
         name: What it is called there.
         run: It.
-        rows: Of `evaluate.case_rows`, at least one.
+        rows: Of `runs.case_rows`, at least one.
         summary: Of `report.make_summary`.
         wants_paper: Whether the paper's figures stand beside it, whatever was run.
     """
@@ -117,7 +117,7 @@ def files_read(folders: Sequence[Path]) -> list[Path]:
 
 def _read(folder: Path, name: str, wants_paper: bool) -> Shown:
     run = read_run(folder)
-    rows = as_rows(run.results())
+    rows = case_rows(run.results())
     if not len(rows):
         raise ValueError(f"{folder} holds no finished case; run its eval again, which goes on there")
     summary = _stored_summary(folder)

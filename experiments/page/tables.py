@@ -171,7 +171,7 @@ def cases(runs: Sequence[Shown], names: Mapping[str, str]) -> Table:
         rows = shown.rows
         made = rows.assign(
             run=shown.name,
-            nll_change=rows["variant_nll"] - rows["host_nll"],
+            nll_change=MEASURES["nll"].change(rows),
             mark=[
                 " †" * b + " ‡" * s for b, s in zip(is_broken(rows).tolist(), is_sensitive(rows).tolist(), strict=True)
             ],
@@ -215,11 +215,11 @@ def hosts(runs: Sequence[Shown]) -> Table:
         )
         row = [
             Cell(shown.name),
-            Cell(str(settings["host"]["name"] or "given as an object")),
+            Cell(host_of(settings)),
             Cell(precision_of(settings)),
         ]
         row += [
-            Cell(settings.get("gpu") or settings["device"]),
+            Cell(device_of(settings)),
             _number(len(keys[runs.index(shown)])),
             _number(len(common)),
         ]
@@ -233,6 +233,16 @@ def hosts(runs: Sequence[Shown]) -> Table:
         ("seconds, median", True),
     ]
     return Table("The hosts, unpatched, on the cases that all runs have", columns, rows, is_sortable=False)
+
+
+def host_of(settings: Mapping[str, Any]) -> str:
+    """The host's name."""
+    return settings["host"]["name"] or "given as an object"
+
+
+def device_of(settings: Mapping[str, Any]) -> str:
+    """The GPU, or `cpu`."""
+    return settings.get("gpu") or settings["device"]
 
 
 def precision_of(settings: Mapping[str, Any]) -> str:
@@ -295,10 +305,10 @@ def provenance(runs: Sequence[Shown], names: Mapping[str, str]) -> Table:
 def _origin(shown: Shown, names: Mapping[str, str]) -> dict[str, str]:
     settings = shown.run.settings
     found = {
-        "host": str(settings["host"]["name"] or "given as an object"),
+        "host": host_of(settings),
         "host's weights, SHA-256": settings["host"]["sha256"],
         "precision": precision_of(settings),
-        "device": settings.get("gpu") or settings["device"],
+        "device": device_of(settings),
         "tables": ", ".join(names[dataset] for dataset in settings["datasets"]),
         "seeds": ", ".join(map(str, settings["seeds"])),
         "most rows": f"{settings['max_train_rows']} train, {settings['max_test_rows']} test",

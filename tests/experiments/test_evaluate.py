@@ -21,9 +21,9 @@ from oretrofit.experiments import case_runner, memory
 from oretrofit.experiments import evaluate as module
 from oretrofit.experiments.case_runner import CaseRunner, Failure
 from oretrofit.experiments.datasets import DatasetError, check_datasets, load_dataset, make_case
-from oretrofit.experiments.evaluate import Plan, case_rows, evaluate
+from oretrofit.experiments.evaluate import Plan, evaluate
 from oretrofit.experiments.predictions import LEVELS
-from oretrofit.experiments.runs import CaseResult, open_run
+from oretrofit.experiments.runs import CaseResult, case_rows, open_run
 from oretrofit.retrofit import tabpfn_api
 from oretrofit.retrofit.api import RetrofitError, calibrate, patch
 from oretrofit.retrofit.check import synthetic_cases

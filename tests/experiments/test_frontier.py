@@ -18,8 +18,8 @@ import oretrofit
 from oretrofit.calibration.calibration import Calibration
 from oretrofit.calibration.variants import VARIANTS
 from oretrofit.experiments import frontier, style
-from oretrofit.experiments.evaluate import Plan, case_rows, evaluate
-from oretrofit.experiments.runs import open_run
+from oretrofit.experiments.evaluate import Plan, evaluate
+from oretrofit.experiments.runs import case_rows, open_run
 from oretrofit.patches.presence import presence
 from oretrofit.retrofit.api import calibrate
 from oretrofit.retrofit.check import Change, near_identity, synthetic_cases

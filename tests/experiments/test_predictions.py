@@ -23,9 +23,9 @@ from oretrofit.experiments import evaluate as module
 from oretrofit.experiments import predictions, report, runs
 from oretrofit.experiments.case_runner import CaseRunner
 from oretrofit.experiments.datasets import load_dataset, make_case
-from oretrofit.experiments.evaluate import Plan, case_rows, evaluate
+from oretrofit.experiments.evaluate import Plan, evaluate
 from oretrofit.experiments.predictions import LEVELS
-from oretrofit.experiments.runs import CaseResult, open_run, read_run
+from oretrofit.experiments.runs import CaseResult, case_rows, open_run, read_run
 from oretrofit.retrofit.api import calibrate
 from oretrofit.retrofit.hosts import Host
 

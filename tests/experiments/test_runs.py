@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from oretrofit.experiments.folders import FolderInUseError
-from oretrofit.experiments.runs import CaseResult, Run, as_rows, open_run, record_key
+from oretrofit.experiments.runs import CaseResult, Run, case_rows, open_run, record_key
 
 CALIBRATION = {"quantile": 0.01, "tables": 16, "seed": 20_000}
 
@@ -302,7 +302,7 @@ def test_names_of_files_that_are_no_utf_8_are_kept() -> None:
     names = ["csv:caf\udce9.csv#y", "csv:plain.csv#y"]
     made = [CaseResult(name, i, [{"dataset": name, "seed": i, "rmse": 0.5 + i}]) for i, name in enumerate(names)]
     made[1].variants[0]["crps"] = 2.0  # which an earlier version did not have
-    rows = as_rows(made)
+    rows = case_rows(made)
     assert list(rows["dataset"]) == names and list(rows["rmse"]) == [0.5, 1.5]
     assert rows["crps"].isna().tolist() == [True, False] and rows["crps"].dtype == float
-    assert list(as_rows([]).columns) == []
+    assert list(case_rows([]).columns) == []
