@@ -19,7 +19,8 @@ from ..retrofit.files import replacing
 from ..retrofit.hosts import Host
 from ..retrofit.printing import Cells, Titled
 from .datasets import load_dataset, make_case
-from .report import bootstrap_ci, percent, set_change_scale
+from .report import percent, set_change_scale
+from .statistics import bootstrap_interval
 from .style import OTHER_STYLE, STYLES
 
 DELTAS = (1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 1e-1)
@@ -70,7 +71,7 @@ def sweep_delta(
 
     Returns:
         A row a variant and delta: `variant`, `delta`, what `check.summarize` returns, `ci95_low_pct` and
-        `ci95_high_pct` (as of `report.bootstrap_ci`, over cases), and what `half_presence` returns.
+        `ci95_high_pct` (as of `statistics.bootstrap_interval`), and what `half_presence` returns.
     """
     reference = predict_cases(host.specs, cases, on_case, **options)
     rows = []
@@ -84,15 +85,16 @@ def sweep_delta(
                     "variant": variant,
                     "delta": delta,
                     **summarize(changes),
-                    **_interval(changes),
+                    **_interval(changes, cases),
                     **half_presence(retrofit),
                 }
             )
     return pd.DataFrame(rows)
 
 
-def _interval(changes: Sequence[Change]) -> dict[str, float]:
-    low, high = bootstrap_ci(np.array([change.rmse_delta_pct for change in changes]))
+def _interval(changes: Sequence[Change], cases: Sequence[Case]) -> dict[str, float]:
+    deltas, tables = ([change.rmse_delta_pct for change in changes], [case.dataset for case in cases])
+    low, high = bootstrap_interval(np.array(deltas), np.array(tables))
     return {"ci95_low_pct": low, "ci95_high_pct": high}
 
 
@@ -117,7 +119,7 @@ def delta_cells(rows: pd.DataFrame) -> Cells:
 def notes() -> str:
     """What a reader of the tables has to know."""
     return (
-        "RMSE change against the host in %: mean, low and high end of its 95 % CI (percentile bootstrap over cases), "
+        "RMSE change against the host in %: mean, low and high end of its 95 % CI (percentile bootstrap over tables, then cases), "
         "largest change of a case (up or down), size (mean of the absolute value). Half: the ||h|| at which presence "
         "is 1/2, in % of the site's median ||h||, median and range over sites."
     )

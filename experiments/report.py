@@ -39,8 +39,6 @@ PAPER: dict[str, Any] = {
 # patch changes there says nothing about the patch. (A host that has learnt nothing is near 1.)
 BROKEN = 3.0
 
-_RESAMPLES = 10_000
-
 
 def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Summarise the rows of `runs.case_rows` per variant.
@@ -329,14 +327,6 @@ def set_change_scale(axes: Any, rows: pd.DataFrame, direction: str = "y") -> Non
         axis.set_minor_formatter(NullFormatter())
     axis.set_label_text(label)
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
-
-
-def bootstrap_ci(values: np.ndarray) -> list[float]:
-    """`[low, high]`: the 95 % percentile bootstrap interval of the mean of (N,) values, always the same."""
-    rng = np.random.default_rng(0)
-    means = values[rng.integers(0, len(values), (_RESAMPLES, len(values)))].mean(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return [float(low), float(high)]
 
 
 def cases_csv(rows: pd.DataFrame) -> str:

@@ -87,7 +87,8 @@ def test_sweep(tiny_host: Host, calibration: Calibration) -> None:
 def test_interval_by_hand() -> None:
     # A resample of three cases is one of them alone with probability 1/27 each, more than the 2.5 % of either end.
     changes = [Change(1.0, 1.0, value, 0.0) for value in (3.0, 1.0, 2.0)]
-    assert frontier._interval(changes) == {"ci95_low_pct": 1.0, "ci95_high_pct": 3.0}
+    cases = synthetic_cases(3, 0)
+    assert frontier._interval(changes, cases) == {"ci95_low_pct": 1.0, "ci95_high_pct": 3.0}
 
 
 def test_every_variant_is_swept_by_default() -> None:
