@@ -119,9 +119,9 @@ def delta_cells(rows: pd.DataFrame) -> Cells:
 def notes() -> str:
     """What a reader of the tables has to know."""
     return (
-        "RMSE change against the host in %: mean, low and high end of its 95 % CI (percentile bootstrap over tables, then cases), "
-        "largest change of a case (up or down), size (mean of the absolute value). Half: the ||h|| at which presence "
-        "is 1/2, in % of the site's median ||h||, median and range over sites."
+        "RMSE change against the host in %: mean, low and high end of its 95 % CI (percentile bootstrap over "
+        "tables, then cases), largest change of a case (up or down), size (mean of the absolute value). Half: the "
+        "||h|| at which presence is 1/2, in % of the site's median ||h||, median and range over sites."
     )
 
 
