@@ -35,8 +35,8 @@ QUOTING = ("README.md", "docs/cluster.md")  # pages with marked parts
 # How fast many small tables are predicted, with the small host and with one of full size.
 RAGGED = ("ragged-small-200.json", "ragged-random-v3-40.json")
 
-# The evaluations of the README's table: the larger suite, where it was run.
-MAIN, LARGER, CLOSED = "eval-float32", "eval-rdata-float32", "eval-closed"
+# The evaluation that the README's table is of.
+QUOTED = "eval-rdata-float32"
 
 _MARKED = re.compile(r"(<!-- (\w+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
 _STRIP = 30  # places on either side of 0 in the README's figure
@@ -160,14 +160,8 @@ def other_evaluations(named: Sequence[str]) -> list[str]:
 
 def readme_results() -> str:
     """The README's table and figure, and where they are from."""
-    name = LARGER if has(LARGER) else MAIN
-    main = evaluation(name)
-    variants, rows, found = dict(main.variants), [main.rows], by_measure(main.summary["statistics"])
-    if "closed" not in variants and name == MAIN:  # the same cases in a run of their own
-        closed = evaluation(CLOSED)
-        variants["closed"] = closed.variants["closed"]
-        rows.append(closed.rows[closed.rows["variant"] == "closed"])
-        found |= by_measure(closed.summary["statistics"])
+    main = evaluation(QUOTED)
+    found = by_measure(main.summary["statistics"])
     margin = f"equivalent within {main.summary['margin']:g} %†"
     header = ["variant", "cases", "mean change, %", "95 % CI*", "largest, %", "wins : losses", margin]
     cells = [
@@ -180,10 +174,10 @@ def readme_results() -> str:
             f"{s['wins']} : {s['losses']}",
             verdict_cell(found.get((variant, "rmse"))),
         ]
-        for variant, s in variants.items()
+        for variant, s in main.variants.items()
     ]
-    figure = "\n".join(strip(pd.concat(rows)))
-    return f"{conditions(name)}\n\n{markdown_table(header, cells)}\n\n```text\n{figure}\n```"
+    figure = "\n".join(strip(main.rows))
+    return f"{conditions(QUOTED)}\n\n{markdown_table(header, cells)}\n\n```text\n{figure}\n```"
 
 
 def readme_speed() -> str:
