@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +39,20 @@ _LATER: dict[str, Any] = {
     **dict.fromkeys(("train_mean_rmse", "target_sd", "host_crps", "variant_crps"), _NUMBER),
     **dict.fromkeys((f"{who}_coverage_{share}" for who in ("host", "variant") for share in (80, 95)), _NUMBER),
 }
+
+# What settings hold, and of which type; of lists and dicts the type of what is in them, too.
+_SETTINGS: dict[str, tuple[Any, Any]] = {
+    "host": (dict, (str, type(None))),
+    "variants": (dict, dict),
+    "datasets": (list, str),
+    "files_sha256": (dict, str),
+    "seeds": (list, int),
+    "versions": (dict, str),
+    **dict.fromkeys(("max_train_rows", "max_test_rows"), (int, None)),
+    **dict.fromkeys(("precision", "precision_used", "device"), (str, None)),
+    "gpu": ((str, type(None)), None),
+}
+_LARGEST = 1e150  # of a figure, so that its square is one, too
 
 # (dataset, seed) -> variant -> record
 Finished = dict[tuple[str, int], dict[str, dict[str, Any]]]
@@ -185,8 +198,8 @@ def open_run(folder: Path, settings: dict[str, Any]) -> Iterator[Run]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
-        stored = _read_settings(folder)
-        cases, mended = _read_cases(folder / CASES)
+        stored = _read_settings(folder, "choose another --out")
+        cases, mended = _read_cases(folder / CASES, "choose another --out")
         differences = []
         if stored is not None:
             differences = _differences(_shared(stored, settings), _shared(settings, stored))
@@ -212,10 +225,10 @@ def read_run(folder: Path) -> Run:
         ValueError: The folder holds no run, or one that cannot be read.
         OSError: A file cannot be read.
     """
-    stored = _read_settings(folder)
+    stored = _read_settings(folder, "name another run")
     if stored is None:
         raise ValueError(f"{folder} holds no run: it has no {SETTINGS}")
-    cases, _ = _read_cases(folder / CASES)
+    cases, _ = _read_cases(folder / CASES, "name another run")
     return Run(folder, stored, _with_keys(cases, stored), [])
 
 
@@ -247,29 +260,34 @@ def _retrofit_file(folder: Path, settings: dict[str, Any], label: str) -> Path:
 # ---- Reading ------------------------------------------------------------------------------------
 
 
-def _read_settings(folder: Path) -> dict[str, Any] | None:
-    """The plan that ran last, or None in a new folder."""
+def _read_settings(folder: Path, otherwise: str) -> dict[str, Any] | None:
+    """The plan that ran last, or None in a new folder; `otherwise` is what to do where the folder will not do."""
     file = folder / SETTINGS
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
-        is_run = isinstance(stored["host"]["sha256"], str) and all(
-            isinstance(stored[name], kind)
-            for name, kind in (("variants", dict), ("files_sha256", dict), ("datasets", list), ("versions", dict))
-        )
+        _check_settings(stored)
     except FileNotFoundError:
         if foreign := [name for name in REPORTS if (folder / name).exists()]:
-            raise ValueError(
-                f"{folder} holds {', '.join(foreign)} but no {SETTINGS} of a run; choose another --out"
-            ) from None
+            raise ValueError(f"{folder} holds {', '.join(foreign)} but no {SETTINGS} of a run; {otherwise}") from None
         return None
-    except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise ValueError(f"{file} is no run's settings ({_reason(error)}); choose another --out") from error
-    if not is_run:
-        raise ValueError(f"{file} is no run's settings; choose another --out")
+    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ValueError(f"{file} is no run's settings ({_reason(error)}); {otherwise}") from error
     return stored
 
 
-def _read_cases(file: Path) -> tuple[list[CaseResult], bool]:
+def _check_settings(stored: Any) -> None:
+    """Raise `ValueError` unless all is there that is read from settings."""
+    for name, (kind, inside) in _SETTINGS.items():
+        value = stored.get(name, _SETTINGS) if isinstance(stored, dict) else _SETTINGS
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        right = isinstance(value, kind) and value is not _SETTINGS
+        if not right or any(not isinstance(item, inside) or isinstance(item, bool) for item in items):
+            raise ValueError(f"without a proper {name!r}")
+    if not isinstance(stored["host"].get("sha256"), str) or "name" not in stored["host"]:
+        raise ValueError("without a proper 'host'")
+
+
+def _read_cases(file: Path, otherwise: str) -> tuple[list[CaseResult], bool]:
     """The cases, and whether the end of the file has to be mended."""
     lines = file.read_bytes().split(b"\n") if file.exists() else [b""]
     last = lines.pop()  # empty, unless a run was ended while it wrote a line
@@ -280,8 +298,8 @@ def _read_cases(file: Path) -> tuple[list[CaseResult], bool]:
                 cases.append(_parse_case(line))
             except ValueError as error:
                 raise ValueError(
-                    f"{file}, line {number}: {_reason(error)}; remove that line (its case is run again then), or "
-                    "choose another --out"
+                    f"{file}, line {number}: {_reason(error)}; remove that line (`oretrofit eval` runs its case again "
+                    f"then), or {otherwise}"
                 ) from error
     if last:
         try:
@@ -302,8 +320,8 @@ def _parse_case(line: bytes) -> CaseResult:
             value = record.get(name, _FIELDS) if isinstance(record, dict) else _FIELDS
             if not isinstance(value, kind) or isinstance(value, bool):
                 raise ValueError(f"a variant without a proper {name!r}")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name!r} is not finite")
+            if isinstance(value, _NUMBER) and not abs(value) <= _LARGEST:
+                raise ValueError(f"{name!r} is not finite, or too large to be squared")
         if (record["dataset"], record["seed"]) != (content.get("dataset"), content.get("seed")):
             raise ValueError("a variant of another case")
     return CaseResult(content["dataset"], content["seed"], content["variants"])
@@ -318,7 +336,7 @@ def _reason(error: Exception) -> str:
         return "not UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"not JSON: {error.msg}"
-    return f"no {error}" if isinstance(error, KeyError) else str(error)
+    return str(error)
 
 
 def _with_keys(cases: list[CaseResult], stored: dict[str, Any]) -> list[CaseResult]:

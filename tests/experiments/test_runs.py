@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from oretrofit.experiments.folders import FolderInUseError
-from oretrofit.experiments.runs import CaseResult, Run, case_rows, open_run, record_key
+from oretrofit.experiments.runs import CaseResult, Run, case_rows, open_run, read_run, record_key
 
 CALIBRATION = {"quantile": 0.01, "tables": 16, "seed": 20_000}
 
@@ -196,6 +196,36 @@ def test_settings_that_are_no_runs_are_refused_and_left_alone(tmp_path: Path, co
     assert (tmp_path / "settings.json").read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 1.5) for name in settings()),
+        ("seeds", ["0"]),
+        ("seeds", [True]),
+        ("datasets", [1]),
+        ("variants", {"oa": None}),
+        ("versions", {"torch": 2}),
+        ("files_sha256", {"csv:t.csv#y": None}),
+        ("host", {"sha256": "0" * 64}),
+        ("host", {"name": "small"}),
+    ],
+)
+def test_settings_with_a_spoilt_part_are_refused_by_its_name(tmp_path: Path, name: str, value: Any) -> None:
+    (tmp_path / "settings.json").write_text(json.dumps(settings() | {name: value}))
+    message = rf"settings\.json is no run's settings \(without a proper '{name}'\); name another run"
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("name", settings())
+def test_settings_that_lack_a_part_are_refused_by_its_name(tmp_path: Path, name: str) -> None:
+    stored = settings()
+    del stored[name]
+    (tmp_path / "settings.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=rf"without a proper '{name}'\); name another run"):
+        read_run(tmp_path)
+
+
 def test_somebody_elses_tables_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "table.md").write_text("mine")
     with pytest.raises(ValueError, match=r"holds table\.md but no settings\.json of a run; choose another --out"):
@@ -241,6 +271,8 @@ def with_value(name: str, value: str) -> bytes:
         (with_value("n_test", "true"), "a variant without a proper 'n_test'"),
         (with_value("host_rmse", "NaN"), "NaN is no figure"),
         (with_value("host_rmse", "1e999"), "'host_rmse' is not finite"),
+        (with_value("rmse_delta_pct", "-1e308"), "'rmse_delta_pct' is not finite, or too large to be squared"),
+        (with_value("n_train", "1" + "0" * 400), "'n_train' is not finite, or too large to be squared"),
         (with_value("seed", "3"), "a variant of another case"),
     ],
 )
