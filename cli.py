@@ -210,12 +210,19 @@ def pretrain(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for state and result.")] = Path("runs/pretrain"),
     steps: Annotated[int, typer.Option(help="Optimizer steps in all.")] = settings.PRETRAIN_STEPS,
     seed: Annotated[int, typer.Option(help="Of the initial weights and every batch.")] = 0,
+    host: Annotated[
+        str | None, typer.Option(help="A small host to go on from (small, or a checkpoint), not from random weights.")
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="The highest.")] = settings.PRETRAIN_RATE,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's own choice.")] = None,
     device: options.Device = "auto",
 ) -> None:
     """Train the small host from scratch, or go on where an earlier run in DIR stopped."""
     options.check_positive(steps=steps)
     options.check_between("--seed", seed, 0, 2**32 - 1)
+    options.check_between("--learning-rate", learning_rate, 1e-6, 1)
+    if host is not None:
+        options.check_host(host)
     if threads is not None:
         options.check_between("--threads", threads, 1, 1024)
     options.check_folder("--out", out)
@@ -226,11 +233,12 @@ def pretrain(
 
     if threads is not None:
         torch.set_num_threads(threads)
+    chosen = PretrainSettings(steps=steps, seed=seed, start=host, learning_rate=learning_rate)
     device, console = terminal.start(device)
     try:
         with terminal.open_progress(console) as progress:
             task = progress.add_task("Training", total=steps)
-            for step, loss in train(PretrainSettings(steps=steps, seed=seed), out, device=device):
+            for step, loss in train(chosen, out, device=device):
                 progress.update(task, completed=step, description=f"Training, loss {loss:.3f}")
     except KeyboardInterrupt as stop:
         terminal.interrupted(stop, what_is_kept(out))

@@ -56,7 +56,8 @@ MOST_SEEDS = 10_000  # splits of a dataset; a larger number is a seed in the wro
 
 MOST_WORKERS = 1024
 
-PRETRAIN_STEPS = 7_500  # of the bundled host
+PRETRAIN_STEPS = 7_500
+PRETRAIN_RATE = 3e-3
 
 
 def check_delta(delta: float, quantile: float) -> None:

@@ -24,8 +24,9 @@ from tabpfn.architectures.tabpfn_v3 import TabPFNV3Config, get_architecture
 from torch.utils.data import DataLoader, Dataset
 
 from ..calibration.prior import draw_sizes, draw_table
-from ..calibration.settings import PRETRAIN_STEPS
+from ..calibration.settings import PRETRAIN_RATE, PRETRAIN_STEPS
 from ..retrofit.files import replacing, write_text
+from ..retrofit.hosts import load_host
 from ..retrofit.tabpfn_api import (
     FullSupportBarDistribution,
     InferenceConfig,
@@ -33,10 +34,12 @@ from ..retrofit.tabpfn_api import (
     save_as_safetensors,
 )
 from .folders import append_line, held
+from .muon import Muon
 
 HOST_FILE = "oretrofit-small-v3-regressor.safetensors"
 STATE = "state.pt"
 SAVE_EVERY = 250  # steps
+HALVES = 2  # of a batch
 
 SMALL_CONFIG = {
     "embed_dim": 32,
@@ -61,6 +64,7 @@ class PretrainSettings:
         steps: Optimizer steps in all. The learning rate is constant after the warm-up and falls
             linearly to zero over the last `decay` share of them.
         seed: Seeds the initial weights and, with the step's number, every batch.
+        start: As `hosts.load_host` takes it, a host of this architecture whose weights it begins with instead.
         learning_rate: Peak rate, for Muon (scaled to AdamW's update size) and AdamW alike.
         warmup: Steps of linear warm-up.
         decay: Share of the steps over which the rate falls to zero.
@@ -72,13 +76,14 @@ class PretrainSettings:
 
     steps: int = PRETRAIN_STEPS
     seed: int = 0
-    learning_rate: float = 3e-3
+    start: str | None = None
+    learning_rate: float = PRETRAIN_RATE
     warmup: int = 100
-    decay: float = 0.7
-    max_rows: int = 600
+    decay: float = 0.9
+    max_rows: int = 1000
     max_columns: int = 40
-    cells: int = 22_000
-    batch_rows: int = 3_600
+    cells: int = 44_000
+    batch_rows: int = 7_200
 
 
 def new_host(seed: int) -> Any:
@@ -116,24 +121,27 @@ def save_host(model: Any, path: Path) -> None:
         save_as_safetensors(content, part)
 
 
-def draw_batch(rng: Generator, settings: PretrainSettings) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """One batch of tables of one shape.
+def draw_batch(settings: PretrainSettings, step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """The batch of a step: tables of one shape, in two halves that are drawn independently.
 
     Returns `x_RBC` and `y_RB`, the target standardised by its train rows, and the number N of
     train rows.
     """
+    rng = np.random.default_rng([settings.seed, step])
     rows, columns = draw_sizes(rng, settings.max_rows, settings.max_columns)
-    tables = int(np.clip(min(settings.cells // (rows * columns), settings.batch_rows // rows), 2, 64))
+    tables = int(np.clip(min(settings.cells // (rows * columns), settings.batch_rows // rows) // HALVES, 1, 64))
     train = int(rows * rng.uniform(0.3, 0.9))
     x, y = [], []
-    for _ in range(tables):
-        table = draw_table(rng, rows, columns)
-        order = rng.permutation(rows)
-        target = table.y[order]
-        scale = target[:train].std()
-        target = (target - target[:train].mean()) / (scale if scale > 1e-6 else 1.0)
-        x.append(_preprocess(rng, table.X[order], train))
-        y.append(np.clip(target, -50, 50))
+    for half in range(HALVES):
+        rng = np.random.default_rng([settings.seed, step, half])
+        for _ in range(tables):
+            table = draw_table(rng, rows, columns)
+            order = rng.permutation(rows)
+            target = table.y[order]
+            scale = target[:train].std()
+            target = (target - target[:train].mean()) / (scale if scale > 1e-6 else 1.0)
+            x.append(_preprocess(rng, table.X[order], train))
+            y.append(np.clip(target, -50, 50))
     x_RBC = torch.from_numpy(np.stack(x, axis=1)).float()
     return x_RBC, torch.from_numpy(np.stack(y, axis=1)).float(), train
 
@@ -145,7 +153,7 @@ class _Batches(Dataset):
         self.settings = settings
 
     def __getitem__(self, step: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        return draw_batch(np.random.default_rng([self.settings.seed, step]), self.settings)
+        return draw_batch(self.settings, step)
 
 
 def _preprocess(rng: Generator, X: np.ndarray, train: int) -> np.ndarray:
@@ -179,9 +187,7 @@ def _optimizers(model: Any, settings: PretrainSettings) -> list[torch.optim.Opti
             continue
         inside = name.endswith(block) and "base_mlp" not in name and "query_mlp" not in name
         (matrices if inside and not name.startswith("output_projection") else rest).append(p)
-    muon = torch.optim.Muon(
-        matrices, lr=settings.learning_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4
-    )
+    muon = Muon(matrices, lr=settings.learning_rate, weight_decay=0.01)
     return [muon, torch.optim.AdamW(rest, lr=settings.learning_rate, weight_decay=0.0, betas=(0.9, 0.98))]
 
 
@@ -227,7 +233,8 @@ def pretrain(
         distribution over standardised targets.
 
     Raises:
-        ValueError: The folder is in use, holds a run with other settings, or a file that cannot be read.
+        ValueError: The folder is in use, holds a run with other settings, or a file that cannot be read; or
+            the host to start from is none of this architecture.
         OSError: It cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -241,7 +248,7 @@ def _train(
     settings: PretrainSettings, folder: Path, device: torch.device, workers: int, log_every: int, save_every: int
 ) -> Iterator[tuple[int, float]]:
     state_file, log_file = folder / STATE, folder / "loss.csv"
-    model = new_host(settings.seed).to(device).train()
+    model = _first_weights(settings).to(device).train()
     distribution = FullSupportBarDistribution(model.regression_borders.clone())
     optimizers = _optimizers(model, settings)
     losses: list[torch.Tensor] = []
@@ -292,6 +299,16 @@ def _train(
             with replacing(state_file) as part:
                 part.write_bytes(content.getvalue())
     save_host(model.cpu().eval(), folder / HOST_FILE)
+
+
+def _first_weights(settings: PretrainSettings) -> Any:
+    model = new_host(settings.seed)
+    if settings.start is not None:
+        try:
+            model.load_state_dict(load_host(settings.start).model.state_dict())
+        except RuntimeError as error:  # other names or shapes
+            raise ValueError(f"{settings.start} is no host of the small architecture, which is what is trained") from error
+    return model
 
 
 def _restore(file: Path, settings: PretrainSettings, model: Any, optimizers: list[torch.optim.Optimizer]) -> int:

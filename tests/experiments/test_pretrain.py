@@ -11,8 +11,17 @@ from tabpfn import TabPFNRegressor
 from tabpfn.architectures.tabpfn_v3 import TabPFNV3Config, get_architecture
 
 from oretrofit.experiments.folders import FolderInUseError
-from oretrofit.experiments.pretrain import SMALL_CONFIG, PretrainSettings, draw_batch, new_host, pretrain, what_is_kept
+from oretrofit.experiments.pretrain import (
+    SMALL_CONFIG,
+    PretrainSettings,
+    draw_batch,
+    new_host,
+    pretrain,
+    save_host,
+    what_is_kept,
+)
 from oretrofit.retrofit.hosts import load_host, weights_sha256
+from oretrofit.retrofit.tabpfn_api import FullSupportBarDistribution
 
 SETTINGS = PretrainSettings(steps=4, warmup=2, max_rows=40, max_columns=3, cells=200, batch_rows=80)
 HOST = "oretrofit-small-v3-regressor.safetensors"
@@ -20,7 +29,7 @@ HOST = "oretrofit-small-v3-regressor.safetensors"
 
 def test_batches_are_one_shape_and_standardised_by_train_rows():
     for step in range(20):
-        x_RBC, y_RB, train = draw_batch(np.random.default_rng([1, step]), SETTINGS)
+        x_RBC, y_RB, train = draw_batch(replace(SETTINGS, seed=1), step)
         assert x_RBC.shape[:2] == y_RB.shape
         assert 0 < train < len(y_RB)
         assert not x_RBC.isinf().any()
@@ -73,6 +82,28 @@ def test_new_weights_are_those_of_the_seed_and_leave_torchs_own_state_alone():
     assert torch.equal(torch.random.get_rng_state(), before)
     torch.manual_seed(0)
     assert weights_sha256(get_architecture(TabPFNV3Config(**SMALL_CONFIG))) == first
+
+
+def test_a_training_may_begin_with_a_hosts_weights(tmp_path):
+    for _ in pretrain(SETTINGS, tmp_path / "first"):
+        pass
+    start = str(tmp_path / "first" / HOST)
+    settings = replace(SETTINGS, seed=5, start=start)
+    _, loss = next(pretrain(settings, tmp_path / "second", log_every=1))
+
+    model = load_host(start).model
+    x_RBC, y_RB, train = draw_batch(settings, 0)
+    with torch.no_grad():
+        logits_MBL = model(x_RBC, y_RB[:train])
+        expected = FullSupportBarDistribution(model.regression_borders)(logits_MBL, y_RB[train:]).mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_host_of_another_architecture_is_no_start(tmp_path, tiny_host):
+    file = tmp_path / "tiny-v3.safetensors"
+    save_host(tiny_host.model, file)
+    with pytest.raises(ValueError, match=r"tiny-v3\.safetensors is no host of the small architecture"):
+        next(pretrain(replace(SETTINGS, start=str(file)), tmp_path / "run"))
 
 
 @pytest.fixture(scope="module")
