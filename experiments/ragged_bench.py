@@ -116,9 +116,8 @@ def measure_ragged(
     load_host(host)
     options = {"device": device, "inference_precision": PRECISIONS[precision], **options}
     rng = np.random.default_rng(0)
-    methods = [
-        name for name in METHODS if name in (*against, "ragged") and (device == "cpu" or name != "parallel_loop")
-    ]
+    left_out = set(RAGGED_AGAINST) - set(against) | ({"parallel_loop"} if device != "cpu" else set())
+    methods = [method for method in METHODS if method not in left_out]
     runs: dict[str, list[Measured]] = {method: [] for method in methods}
     for i in range(rounds):
         for method in rng.permutation(methods):
