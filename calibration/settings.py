@@ -51,6 +51,7 @@ MARGIN = 0.5  # percent, up or down, that counts as equivalent
 PRECISIONS = ("auto", "float32", "float64", "autocast")
 PRECISION = "float32"
 BENCH_PRECISIONS = ("float32", "auto")
+RAGGED_AGAINST = ("loop", "shape_groups", "parallel_loop")  # the other methods of bench ragged
 DEVICES = ("auto", "cpu", "cuda")
 MOST_SEEDS = 10_000  # splits of a dataset; a larger number is a seed in the wrong place
 

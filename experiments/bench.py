@@ -86,19 +86,30 @@ def bench_ragged(
     rounds: Annotated[int, typer.Option(help="Runs of each method, each in a process of its own.")] = 3,
     device: options.Device = "auto",
     precision: Precision = settings.PRECISION,
+    against: Annotated[
+        list[str] | None, typer.Option(help=f"One or more of {options.bold(settings.RAGGED_AGAINST)}; default: all.")
+    ] = None,
     json_file: options.JsonFile = None,
 ) -> None:
     """Time ragged prediction against a loop of fit and predict, and against predict_batched by shape."""
     options.check_host(host)
     options.check_positive(tables=tables, rounds=rounds)
     options.check_choice("--precision", precision, settings.BENCH_PRECISIONS)
+    for name in against or ():
+        options.check_choice("--against", name, settings.RAGGED_AGAINST)
     options.check_outputs({"--json": json_file}, options.host_file(host))
     device, console = terminal.start(device)
     from . import ragged_bench as run
 
     with console.status("Timing") as status:
         result = run.measure_ragged(
-            host, tables=tables, rounds=rounds, device=device, precision=precision, on_run=status.update
+            host,
+            tables=tables,
+            rounds=rounds,
+            device=device,
+            precision=precision,
+            against=against or settings.RAGGED_AGAINST,
+            on_run=status.update,
         )
     table = f"Predicting {tables} tables, {host}, {device}", run.bench_cells(result), 1
     terminal.finish(console, [table], run.bench_notes(result), {json_file: partial(write_json, result)})

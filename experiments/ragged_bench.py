@@ -20,6 +20,7 @@ from tabpfn import TabPFNRegressor
 from ..calibration.carriers import split_table
 from ..calibration.predicting import PRECISIONS
 from ..calibration.prior import draw_table
+from ..calibration.settings import RAGGED_AGAINST
 from ..retrofit import tabpfn_api
 from ..retrofit.api import patch
 from ..retrofit.hosts import load_host
@@ -28,7 +29,7 @@ from ..retrofit.ragged.report import STAGES
 from .memory import peak_mb
 from .ragged_equality import RawTable, largest_shift
 
-METHODS = ("loop", "shape_groups", "parallel_loop", "ragged")
+METHODS = (*RAGGED_AGAINST, "ragged")
 
 # Sizes of the tables: rows (two thirds of them to fit) and columns, uniform, ends included.
 ROWS, COLUMNS = (20, 100), (3, 10)
@@ -79,6 +80,7 @@ def measure_ragged(
     rounds: int,
     device: str = "cpu",
     precision: str = "float32",
+    against: Sequence[str] = RAGGED_AGAINST,
     on_run: Callable[[str], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def measure_ragged(
         rounds: Runs of each method.
         device: `cpu` or `cuda`.
         precision: Of `PRECISIONS`.
+        against: Which of the others run, one or more of `RAGGED_AGAINST`.
         on_run: Called with a line of text before each run.
         options: Of `TabPFNRegressor`, for all methods.
 
@@ -104,7 +107,8 @@ def measure_ragged(
         `settings`, and for each of `METHODS`: `tables_per_second` (median over rounds), `peak_pss_mb` and `peak_gpu_mb`
         (largest), `ragged_speedup` (the median over rounds of this method's time by that of ragged prediction),
         `total_seconds` (each round's), `seconds` by stage (medians), `passes`, `padding`, and `max_abs_diff_sd`, the
-        largest difference of a predicted mean from the loop's in standard deviations of the training target.
+        largest difference of a predicted mean from the loop's (without one, from that of the first method) in standard
+        deviations of the training target.
 
     Raises:
         HostError: As of `load_host`, before the first process starts.
@@ -112,7 +116,8 @@ def measure_ragged(
     load_host(host)
     options = {"device": device, "inference_precision": PRECISIONS[precision], **options}
     rng = np.random.default_rng(0)
-    methods = [method for method in METHODS if device == "cpu" or method != "parallel_loop"]
+    left_out = set(RAGGED_AGAINST) - set(against) | ({"parallel_loop"} if device != "cpu" else set())
+    methods = [method for method in METHODS if method not in left_out]
     runs: dict[str, list[Measured]] = {method: [] for method in methods}
     for i in range(rounds):
         for method in rng.permutation(methods):
@@ -148,7 +153,7 @@ def measure_ragged(
             "padding": measured[0].padding,
             # Unlike Python's own, numpy's maximum keeps a NaN.
             "max_abs_diff_sd": float(
-                np.max(list(map(largest_shift, measured[0].means, runs["loop"][0].means, targets)))
+                np.max(list(map(largest_shift, measured[0].means, runs[methods[0]][0].means, targets)))
             ),
         }
     return result

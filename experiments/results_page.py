@@ -34,6 +34,7 @@ QUOTING = ("README.md", "docs/cluster.md")  # pages with marked parts
 
 # How fast many small tables are predicted, with the small host and with one of full size.
 RAGGED = ("ragged-small-200.json", "ragged-random-v3-40.json")
+GROWTH = ("ragged-small-100.json", "ragged-small-1000.json", "ragged-small-5000.json")
 
 # The evaluation that the README's table is of.
 QUOTED = "eval-rdata-float32"
@@ -248,6 +249,17 @@ def ragged_table() -> str:
                 ]
             )
     return markdown_table(header, cells)
+
+
+def growth_table() -> str:
+    """How speed and memory change with the number of tables."""
+    cells = [
+        [f"{found['settings']['tables']:,}", method.replace("_", " ")]
+        + [f"{found[method]['tables_per_second']:.3g}", f"{found[method]['peak_pss_mb']:.0f}"]
+        for found in map(read, GROWTH)
+        for method in ("parallel_loop", "ragged")
+    ]
+    return markdown_table(["tables", "method", "tables / s", "peak memory, MiB"], cells)
 
 
 def overhead_table() -> str:

@@ -203,6 +203,11 @@ def _start_worker(function: Callable[[Any], Any], threads: int) -> None:
 _function: Callable[[Any], Any]
 
 
+def is_worker() -> bool:
+    """Whether this process is one of `call_each`'s, and nobody else's."""
+    return "_function" in globals()
+
+
 # A caller that is killed cannot stop its processes, and they would wait for work for ever.
 
 

@@ -15,7 +15,7 @@ from tabpfn.base import ModelSpecs
 from torch import Tensor, nn
 
 from .. import tabpfn_api
-from ..workers import call_each
+from ..workers import call_each, is_worker
 from .passes import Passes
 from .planning import Costs, share_out
 from .preparing import Job, Prepared, prepare, prepared_ahead, rough_size
@@ -122,6 +122,10 @@ class TablePredictor:
     def __call__(self, jobs: Mapping[int, Job]) -> list[Part]:
         """Predict tables from beginning to end."""
         dtype = self._passes.dtype
+        if is_worker() and dtype in (None, torch.float32, torch.float64) and not self.template.use_autocast_:
+            # It keeps what it compiles for each of the many shapes. In these precisions torch takes it for activations
+            # only, for which its own kernels are as fast.
+            torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         return list(self._parts(((index, prepare(job, self.job_options, dtype)) for index, job in jobs.items()), jobs))
 
     def _parts(self, prepared: Iterable[tuple[int, Prepared | Exception]], jobs: Mapping[int, Job]) -> Iterator[Part]:

@@ -123,6 +123,12 @@ def test_what_is_reported_of_the_rounds(monkeypatch):
     assert f"{1 / smallest:.1g} target standard deviations" in run.bench_notes(result)
 
 
+def test_measure_ragged_against_one_method(host_file, in_this_process):
+    result = run.measure_ragged(host_file, tables=2, rounds=1, against=["parallel_loop"], n_estimators=2)
+    assert list(result) == ["settings", "parallel_loop", "ragged"]
+    assert result["parallel_loop"]["max_abs_diff_sd"] == 0 and result["ragged"]["max_abs_diff_sd"] < SAME
+
+
 def test_clock_tells_the_stages_apart(monkeypatch):
     now = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])  # enter, two passes in and out, exit
     model, clock = nn.Identity(), run._Clock("cpu")
@@ -234,6 +240,7 @@ def test_bench_ragged_command(host_file, in_this_process, tmp_path, monkeypatch)
         ("--tables 0", "--tables must be between 1 and"),
         ("--host nowhere", "no host 'nowhere'"),
         ("--device tpu", "unknown device 'tpu'"),
+        ("--against ragged", "unknown against 'ragged'; there are: loop, shape_groups, parallel_loop"),
         ("--json missing/t.json", "missing/t.json: No such file"),
     ],
 )

@@ -579,3 +579,20 @@ def test_row_limits_are_of_the_device(closed, monkeypatch):
             inner = options["inference_config"]
             inner = dataclasses.asdict(inner) if isinstance(inner, tabpfn_api.InferenceConfig) else inner
             assert inner["MAX_CPU_SAMPLES"] > 10**9
+
+
+def uses_onednn(regressor, table, total_ML, rows):
+    return torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize(
+    ("precision", "n_jobs", "expected"),
+    [(torch.float32, 1, False), (torch.float64, 1, False), (torch.bfloat16, 1, True), (torch.float32, 0, True)],
+)
+def test_a_process_of_its_own_keeps_no_kernels_for_each_shape(closed, precision, n_jobs, expected):
+    options = {**OPTIONS, "device": "cpu", "inference_precision": precision}
+    made = predictor.TablePredictor(closed.lent_specs, options, uses_onednn, max_padding=0.2)
+    X = np.random.default_rng(0).standard_normal((12, 2))
+    parts = list(made.predict_all([preparing.Job(0, X[:9], X[:9, 0], X[9:])], n_jobs))
+    assert [part.results for part in parts] == [{0: expected}]
+    assert torch.backends.mkldnn.enabled
