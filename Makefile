@@ -60,8 +60,9 @@ measure-contracts = oretrofit contracts --json $(R)/contracts.json
 measure-ablation = oretrofit ablate --json $(R)/ablation/table.json --plot $(R)/ablation/states.png
 measure-audit = oretrofit audit --json $(R)/audit.json
 measure-host = oretrofit bench host --json $(R)/host.json
+measure-host-rdata = oretrofit bench host --suite rdata --json $(R)/host-rdata.json
 measure-memory = python examples/many_groups.py measure --json $(R)/cluster-memory.json
-measure-pretrain = oretrofit pretrain --out $(MEASURED)/pretrain && cp $(MEASURED)/pretrain/loss.csv $(R)/pretrain
+measure-pretrain = oretrofit pretrain --host $(MEASURED)/first-v3.safetensors --steps 3600 --seed 2 --learning-rate 2e-3 --out $(MEASURED)/pretrain && cp $(MEASURED)/pretrain/loss.csv results/pretrain/loss-first.csv $(R)/pretrain
 
 MEASUREMENTS := $(patsubst measure-%,$(MEASURED)/done/%,$(filter measure-%,$(.VARIABLES)))
 
@@ -75,3 +76,9 @@ $(MEASURED)/done/%: $(VENV)/installed
 	mkdir -p $(@D) $(R)/ablation $(R)/pretrain
 	$(BIN)/$(measure-$*)
 	touch $@
+
+# The weights that the bundled host's last training began with.
+$(MEASURED)/done/pretrain: $(MEASURED)/first-v3.safetensors
+$(MEASURED)/first-v3.safetensors:
+	mkdir -p $(@D)
+	git show ec00229:retrofit/hosts/oretrofit-small-v3-regressor.safetensors > $@

@@ -97,11 +97,13 @@ def host_inference_config() -> InferenceConfig:
     """The preprocessing that the bundled host asks `TabPFNRegressor` for."""
     return InferenceConfig(
         PREPROCESS_TRANSFORMS=[
-            PreprocessorConfig(name="none", categorical_name="numeric", max_features_per_estimator=60),
+            PreprocessorConfig(
+                name="squashing_scaler_default", categorical_name="numeric", max_features_per_estimator=60
+            ),
             PreprocessorConfig(name="quantile_uni_coarse", categorical_name="numeric", max_features_per_estimator=60),
         ],
         FINGERPRINT_FEATURE=False,
-        SOFTMAX_TEMPERATURE=1.0,
+        SOFTMAX_TEMPERATURE=0.9,
         MAX_CPU_SAMPLES=5000,
     )
 

@@ -363,11 +363,22 @@ def leaks_list() -> str:
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def baselines_table() -> str:
+def baselines_table(name: str) -> str:
     """The bundled host beside ridge regression and a random forest."""
-    rows = _frame("host.json")
+    rows = _frame(name)
     cells = [[r.dataset, *(f"{e:.3f}" for e in (r.ridge, r.random_forest, r.host))] for r in rows.itertuples()]
     return markdown_table(["table", "ridge", "random forest (200 trees)", "bundled host"], cells)
+
+
+def baselines_means(name: str) -> str:
+    """The same over many tables, in words."""
+    rows = _frame(name).set_index("dataset")
+    tables = rows.drop("mean")
+    mean, ahead = rows.loc["mean"], (tables["host"] < tables["random_forest"]).sum()
+    return (
+        f"ridge {mean['ridge']:.3f}, random forest {mean['random_forest']:.3f}, bundled host {mean['host']:.3f}; the host is "
+        f"ahead of the forest on {ahead} of them"
+    )
 
 
 # ---- Examples -----------------------------------------------------------------------------------
