@@ -133,20 +133,22 @@ def conditions(name: str) -> str:
     used = settings["precision_used"]
     precision = used if settings["precision"] == used else f"{settings['precision']} ({used})"
     return (
-        f"{host_name(settings['host']['name'])}; {len(datasets)} tables with {len(settings['seeds'])} random "
+        f"{host_name(**settings['host'])}; {len(datasets)} tables with {len(settings['seeds'])} random "
         f"splits each, at most {settings['max_train_rows']:,} train and {settings['max_test_rows']:,} test rows; "
         f"precision {precision}, {settings['gpu'] or settings['device'].upper()}, torch {versions['torch']}, "
         f"tabpfn {versions['tabpfn']}."
     )
 
 
-def host_name(name: str | None) -> str:
+def host_name(name: str | None, sha256: str) -> str:
     """A host in words, so that no figure of the bundled one is read as TabPFN's."""
     known = {
         "small": "The small model that comes along (trained by this project; *not* Prior Labs' model)",
         "random-v3": "The full-size v3 network with random weights",
         "v3": "Prior Labs' v3 regressor",
     }
+    if name == "small" and sha256 != read(f"{QUOTED}/{runs.SETTINGS}")["host"]["sha256"]:
+        return f"An earlier small model of this project (SHA-256 {sha256[:12]}; *not* Prior Labs' model)"
     return known.get(name or "", f"The host `{name}`")
 
 

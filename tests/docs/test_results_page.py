@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from oretrofit.experiments import results_page
+from oretrofit.retrofit.hosts import load_host
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,10 +43,25 @@ def test_a_figure_that_differs_from_its_file_fails(copy, capsys):
     assert results_page.main([]) == 0
     assert results_page.main(["--check"]) == 0
     page = copy / "docs/results.md"
-    page.write_text(page.read_text().replace("7 : 11", "11 : 7", 1))  # typed into a page
+    page.write_text(page.read_text().replace(" : ", " : 1", 1))  # typed into a page
     assert results_page.main(["--check"]) == 1
     assert "7.2 times as fast" in (copy / "README.md").read_text()
     assert "| 7.25 |" in page.read_text()
+
+
+def test_the_quoted_evaluation_is_of_the_bundled_host():
+    settings = json.loads((ROOT / "results" / results_page.QUOTED / "settings.json").read_text())
+    assert settings["host"] == {"name": "small", "sha256": load_host("small").sha256}
+
+
+def test_an_evaluation_of_an_earlier_host_says_so(copy):
+    file = copy / "results/eval-closed/settings.json"
+    settings = json.loads(file.read_text())
+    settings["host"]["sha256"] = "0123456789abcdef" * 4
+    file.write_text(json.dumps(settings))
+    assert results_page.conditions("eval-closed").startswith(
+        "An earlier small model of this project (SHA-256 0123456789ab; *not* Prior Labs' model); 6 tables"
+    )
 
 
 def test_what_is_added_finds_its_place_and_what_is_missing_is_left_out(copy):
