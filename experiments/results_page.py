@@ -34,7 +34,7 @@ QUOTING = ("README.md", "docs/cluster.md")  # pages with marked parts
 
 # How fast many small tables are predicted, with the small host and with one of full size.
 RAGGED = ("ragged-small-200.json", "ragged-random-v3-40.json")
-GROWTH = ("ragged-small-100.json", "ragged-small-5000.json")
+GROWTH = ("ragged-small-100.json", "ragged-small-200.json", "ragged-small-2000.json")
 
 # The evaluation that the README's table is of.
 QUOTED = "eval-rdata-float32"
