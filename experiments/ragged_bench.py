@@ -125,16 +125,7 @@ def measure_ragged(
                 on_run(f"round {i + 1} of {rounds}: {method}")
             run, peak = _in_own_process(_measure, method, host, tables, options)
             runs[method].append(dataclasses.replace(run, peak_pss_mb=peak))
-    settings = {
-        "host": host,
-        "tables": tables,
-        "rows": list(ROWS),
-        "columns": list(COLUMNS),
-        "rounds": rounds,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "precision": precision,
-    }
+    settings = _settings(host, tables, rounds, device, precision)
     targets = [y for _, y, _ in bench_tables(tables)]
     ragged = np.array([run.total_seconds for run in runs["ragged"]])
     result: dict[str, Any] = {"settings": settings}
@@ -157,6 +148,19 @@ def measure_ragged(
             ),
         }
     return result
+
+
+def _settings(host: str, tables: int, rounds: int, device: str, precision: str) -> dict[str, Any]:
+    return {
+        "host": host,
+        "tables": tables,
+        "rows": list(ROWS),
+        "columns": list(COLUMNS),
+        "rounds": rounds,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "precision": precision,
+    }
 
 
 def bench_cells(result: dict[str, Any]) -> Cells:
