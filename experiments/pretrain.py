@@ -309,7 +309,9 @@ def _first_weights(settings: PretrainSettings) -> Any:
         try:
             model.load_state_dict(load_host(settings.start).model.state_dict())
         except RuntimeError as error:  # other names or shapes
-            raise ValueError(f"{settings.start} is no host of the small architecture, which is what is trained") from error
+            raise ValueError(
+                f"{settings.start} is no host of the small architecture, which is what is trained"
+            ) from error
     return model
 
 

@@ -256,8 +256,10 @@ def ragged_table() -> str:
 def growth_table() -> str:
     """How speed and memory change with the number of tables."""
     cells = [
-        [f"{found['settings']['tables']:,}", method.replace("_", " ")]
-        + [f"{found[method]['tables_per_second']:.3g}", f"{found[method]['peak_pss_mb']:.0f}"]
+        [
+            *(f"{found['settings']['tables']:,}", method.replace("_", " ")),
+            *(f"{found[method]['tables_per_second']:.3g}", f"{found[method]['peak_pss_mb']:.0f}"),
+        ]
         for found in map(read, GROWTH)
         for method in ("parallel_loop", "ragged")
     ]
@@ -378,8 +380,8 @@ def baselines_means(name: str) -> str:
     tables = rows.drop("mean")
     mean, ahead = rows.loc["mean"], (tables["host"] < tables["random_forest"]).sum()
     return (
-        f"ridge {mean['ridge']:.3f}, random forest {mean['random_forest']:.3f}, bundled host {mean['host']:.3f}; the host is "
-        f"ahead of the forest on {ahead} of them"
+        f"ridge {mean['ridge']:.3f}, random forest {mean['random_forest']:.3f}, bundled host {mean['host']:.3f}; the host "
+        f"is ahead of the forest on {ahead} of them"
     )
 
 
