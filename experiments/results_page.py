@@ -379,10 +379,9 @@ def baselines_means(name: str) -> str:
     rows = _frame(name).set_index("dataset")
     tables = rows.drop("mean")
     mean, ahead = rows.loc["mean"], (tables["host"] < tables["random_forest"]).sum()
-    return (
-        f"ridge {mean['ridge']:.3f}, random forest {mean['random_forest']:.3f}, bundled host {mean['host']:.3f}; the host "
-        f"is ahead of the forest on {ahead} of them"
-    )
+    words = {"ridge": "ridge", "random_forest": "random forest", "host": "bundled host"}
+    means = ", ".join(f"{word} {mean[name]:.3f}" for name, word in words.items())
+    return f"{means}; the host is ahead of the forest on {ahead} of them"
 
 
 # ---- Examples -----------------------------------------------------------------------------------
