@@ -263,7 +263,7 @@ def growth_table() -> str:
         for found in map(read, GROWTH)
         for method in ("parallel_loop", "ragged")
     ]
-    return markdown_table(["tables", "method", "tables / s", "peak memory, MiB"], cells)
+    return markdown_table(["tables", "method", "tables / s", "peak memory, MiB"], cells, left=2)
 
 
 def overhead_table() -> str:
