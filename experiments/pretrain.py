@@ -39,7 +39,7 @@ from .muon import Muon
 HOST_FILE = "oretrofit-small-v3-regressor.safetensors"
 STATE = "state.pt"
 SAVE_EVERY = 250  # steps
-HALVES = 2  # of a batch
+HALVES = 2  # of a batch, with random numbers of their own: two processes trained the bundled host
 
 SMALL_CONFIG = {
     "embed_dim": 32,

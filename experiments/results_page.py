@@ -367,16 +367,16 @@ def leaks_list() -> str:
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def baselines_table(name: str) -> str:
+def baselines_table() -> str:
     """The bundled host beside ridge regression and a random forest."""
-    rows = _frame(name)
+    rows = _frame("host.json")
     cells = [[r.dataset, *(f"{e:.3f}" for e in (r.ridge, r.random_forest, r.host))] for r in rows.itertuples()]
     return markdown_table(["table", "ridge", "random forest (200 trees)", "bundled host"], cells)
 
 
-def baselines_means(name: str) -> str:
-    """The same over many tables, in words."""
-    rows = _frame(name).set_index("dataset")
+def baselines_means() -> str:
+    """The same over the tables of rdata, in words."""
+    rows = _frame("host-rdata.json").set_index("dataset")
     tables = rows.drop("mean")
     mean, ahead = rows.loc["mean"], (tables["host"] < tables["random_forest"]).sum()
     words = {"ridge": "ridge", "random_forest": "random forest", "host": "bundled host"}

@@ -277,11 +277,12 @@ def _read_settings(folder: Path, otherwise: str) -> dict[str, Any] | None:
 
 def _check_settings(stored: Any) -> None:
     """Raise `ValueError` unless all is there that is read from settings."""
+    if not isinstance(stored, dict):
+        raise ValueError("no JSON object")
     for name, (kind, inside) in _SETTINGS.items():
-        value = stored.get(name, _SETTINGS) if isinstance(stored, dict) else _SETTINGS
+        value = stored.get(name, ...)  # of no kind
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        right = isinstance(value, kind) and value is not _SETTINGS
-        if not right or any(not isinstance(item, inside) or isinstance(item, bool) for item in items):
+        if not isinstance(value, kind) or any(not isinstance(i, inside) or isinstance(i, bool) for i in items):
             raise ValueError(f"without a proper {name!r}")
     if not isinstance(stored["host"].get("sha256"), str) or "name" not in stored["host"]:
         raise ValueError("without a proper 'host'")

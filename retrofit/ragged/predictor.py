@@ -124,7 +124,7 @@ class TablePredictor:
         dtype = self._passes.dtype
         if is_worker() and dtype in (None, torch.float32, torch.float64) and not self.template.use_autocast_:
             # It keeps what it compiles for each of the many shapes. In these precisions torch takes it for activations
-            # only, for which its own kernels are as fast.
+            # only, and whole runs take no longer without it.
             torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
         return list(self._parts(((index, prepare(job, self.job_options, dtype)) for index, job in jobs.items()), jobs))
 

@@ -131,6 +131,10 @@ def test_the_suite_is_the_list() -> None:
     ]
 
 
+# Rows that the bundled host predicts far beyond 100 train rows: of one a feature lies far beyond theirs.
+EXTRAPOLATED = {("wooldridge", "countymurders"): 1}
+
+
 @pytest.mark.parametrize("name", INS.index, ids="/".join)
 def test_every_table_is_read_as_it_is_and_predicted(name: tuple[str, str]) -> None:
     X, y = features(name)
@@ -156,9 +160,10 @@ def test_every_table_is_read_as_it_is_and_predicted(name: tuple[str, str]) -> No
     )
     means = regressor.fit(small.X_train, small.y_train).predict(small.X_test)
     assert np.isfinite(means).all() and np.ptp(means) > 0
-    # Of the scale of the target, however large or small that is; but for single rows beyond all train rows.
-    spread, (low, high) = np.ptp(small.y_train), np.quantile(means, [0.05, 0.95])
-    assert small.y_train.min() - spread < low and high < small.y_train.max() + spread
+    # Of the scale of the target, however large or small that is.
+    spread = np.ptp(small.y_train)
+    inside = (small.y_train.min() - spread < means) & (means < small.y_train.max() + spread)
+    assert (~inside).sum() <= EXTRAPOLATED.get(name, 0)
 
 
 def test_the_suite_holds_what_real_tables_hold() -> None:
