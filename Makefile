@@ -51,6 +51,7 @@ measure-overhead = oretrofit bench overhead --rounds 15 --json $(R)/overhead.jso
 measure-ragged-small = oretrofit bench ragged --tables 200 --rounds 3 --json $(R)/ragged-small-200.json
 measure-ragged-100 = oretrofit bench ragged --tables 100 --rounds 3 --against parallel_loop --json $(R)/ragged-small-100.json
 measure-ragged-2000 = oretrofit bench ragged --tables 2000 --rounds 1 --against parallel_loop --json $(R)/ragged-small-2000.json
+measure-ragged-5000 = oretrofit bench ragged --tables 5000 --rounds 1 --against parallel_loop --json $(R)/ragged-small-5000.json
 measure-ragged-full = oretrofit bench ragged --host random-v3 --tables 40 --rounds 1 --json $(R)/ragged-random-v3-40.json
 measure-ragged-equality = oretrofit bench ragged-equality --tables 200 --json $(R)/ragged-equality.json
 measure-removal = python examples/removal.py --rounds 3 --json $(R)/removal.json

@@ -151,6 +151,7 @@ def compare(table: str, *, rows: int, explained: int, members: int, permutations
     return {
         "settings": {
             "table": table,
+            "host": {"name": retrofit.host.name, "sha256": retrofit.host.sha256},
             "train rows": len(case.X_train),
             "test rows": len(case.X_test),
             "members": members,

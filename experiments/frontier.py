@@ -70,7 +70,7 @@ def sweep_delta(
         **options: Of `fit_and_predict`.
 
     Returns:
-        A row a variant and delta: `variant`, `delta`, what `check.summarize` returns, `ci95_low_pct` and
+        A row a variant and delta: `variant`, `delta`, `host_sha256`, what `check.summarize` returns, `ci95_low_pct` and
         `ci95_high_pct` (as of `statistics.bootstrap_interval`), and what `half_presence` returns.
     """
     reference = predict_cases(host.specs, cases, on_case, **options)
@@ -84,6 +84,7 @@ def sweep_delta(
                 {
                     "variant": variant,
                     "delta": delta,
+                    "host_sha256": host.sha256,
                     **summarize(changes),
                     **_interval(changes, cases),
                     **half_presence(retrofit),

@@ -34,7 +34,7 @@ QUOTING = ("README.md", "docs/cluster.md")  # pages with marked parts
 
 # How fast many small tables are predicted, with the small host and with one of full size.
 RAGGED = ("ragged-small-200.json", "ragged-random-v3-40.json")
-GROWTH = ("ragged-small-100.json", "ragged-small-200.json", "ragged-small-2000.json")
+GROWTH = tuple(f"ragged-small-{tables}.json" for tables in (100, 200, 2000, 5000))
 
 # The evaluation that the README's table is of.
 QUOTED = "eval-rdata-float32"
@@ -216,6 +216,11 @@ def frontier_table() -> str:
     return markdown_table(["variant", *header], cells)
 
 
+def frontier_host() -> str:
+    """On which host, in words."""
+    return host_name("small", read("frontier.json")[0]["host_sha256"])
+
+
 def at_delta(name: str, delta: float) -> str:
     """Each variant's mean change at a delta, in words."""
     rows = _frame(name)
@@ -255,15 +260,16 @@ def ragged_table() -> str:
 
 def growth_table() -> str:
     """How speed and memory change with the number of tables."""
+    columns = {"tables_per_second": ".3g", "ragged_speedup": ".2f", "peak_pss_mb": ".0f"}
     cells = [
         [
             *(f"{found['settings']['tables']:,}", method.replace("_", " ")),
-            *(f"{found[method]['tables_per_second']:.3g}", f"{found[method]['peak_pss_mb']:.0f}"),
+            *(f"{found[method][key]:{form}}" for key, form in columns.items()),
         ]
         for found in map(read, GROWTH)
         for method in ("parallel_loop", "ragged")
     ]
-    return markdown_table(["tables", "method", "tables / s", "peak memory, MiB"], cells, left=2)
+    return markdown_table(["tables", "method", "tables / s", "time / ragged", "peak memory, MiB"], cells, left=2)
 
 
 def overhead_table() -> str:

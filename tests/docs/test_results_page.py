@@ -49,9 +49,13 @@ def test_a_figure_that_differs_from_its_file_fails(copy, capsys):
     assert "| 7.25 |" in page.read_text()
 
 
-def test_the_quoted_evaluation_is_of_the_bundled_host():
-    settings = json.loads((ROOT / "results" / results_page.QUOTED / "settings.json").read_text())
-    assert settings["host"] == {"name": "small", "sha256": load_host("small").sha256}
+def test_what_is_quoted_is_of_the_bundled_host():
+    bundled = {"name": "small", "sha256": load_host("small").sha256}
+    for name in (results_page.QUOTED, "eval-float32", "eval-closed"):
+        assert results_page.read(f"{name}/settings.json")["host"] == bundled, name
+    assert results_page.read("removal.json")["settings"]["host"] == bundled
+    for name in ("frontier.json", "frontier-mini.json"):
+        assert {row["host_sha256"] for row in results_page.read(name)} == {bundled["sha256"]}, name
 
 
 def test_an_evaluation_of_an_earlier_host_says_so(copy):

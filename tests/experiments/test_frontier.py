@@ -65,6 +65,7 @@ def test_sweep(tiny_host: Host, calibration: Calibration) -> None:
     assert list(zip(rows["variant"], rows["delta"], strict=True)) == [
         *(("full-o", 1e-6), ("full-o", 1e-1), ("oa", 1e-6), ("oa", 1e-1))
     ]
+    assert set(rows["host_sha256"]) == {tiny_host.sha256}
     assert len(done) == 2 + 4 * 2  # the host predicts each case once
     for _, (small, large) in rows.groupby("variant")["max_abs_diff_sd"]:
         assert small < 1e-3 < large
