@@ -24,6 +24,7 @@ from .verdicts import (
     number,
     power_words,
     statistics_cells,
+    tables_of_largest,
     verdict_cell,
     verdicts,
 )
@@ -46,7 +47,7 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     Returns:
         For each variant: `cases`; `mean_`, `median_`, `largest_` (the largest change, of either sign) and
         `worst_rmse_delta_pct` (the largest increase); `ci95_pct`, `[low, high]` of the mean by a
-        percentile bootstrap over tables, then over the cases of each;
+        percentile bootstrap over tables, then over the cases of each (both None for a single case);
         `mean_rmse_delta_pct_without_broken`, over the cases whose host is not broken (None without any);
         `wins` and `losses` (RMSE below and above the host's); `mean_nll_delta`; `max_abs_diff_sd`;
         `timed`, how many cases ran by themselves, so that their times mean something; `time_ratio`, over these, and
@@ -54,7 +55,7 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """
     summary = {}
     for variant, group in rows.groupby("variant", sort=False) if len(rows) else []:
-        delta = group["rmse_delta_pct"].to_numpy()
+        delta, tables = group["rmse_delta_pct"].to_numpy(), group["dataset"].to_numpy()
         sound = delta[~is_broken(group)]
         times = (group["variant_seconds"] / group["host_seconds"])[ran_alone(group)]
         memory = (group["variant_peak_mb"].astype(float) / group["host_peak_mb"].astype(float)).median()
@@ -64,7 +65,7 @@ def summarize(rows: pd.DataFrame) -> dict[str, dict[str, Any]]:
             "median_rmse_delta_pct": float(np.median(delta)),
             "largest_rmse_delta_pct": float(delta[np.abs(delta).argmax()]),
             "worst_rmse_delta_pct": float(delta.max()),
-            "ci95_pct": list(bootstrap_interval(delta, group["dataset"].to_numpy())),
+            "ci95_pct": [None if math.isnan(end) else end for end in bootstrap_interval(delta, tables)],
             "mean_rmse_delta_pct_without_broken": float(sound.mean()) if len(sound) else None,
             "wins": int((group["variant_rmse"] < group["host_rmse"]).sum()),
             "losses": int((group["variant_rmse"] > group["host_rmse"]).sum()),
@@ -155,14 +156,16 @@ def summary_cells(summary: dict[str, Any]) -> Cells:
     lines: dict[str, Callable[[str, dict[str, Any]], str]] = {
         "cases": lambda _, s: str(s["cases"]),
         "mean change, %": lambda _, s: percent(s["mean_rmse_delta_pct"]),
-        "  95 % CI": lambda _, s: " to ".join(map(percent, s["ci95_pct"])),
+        "  95 % CI": lambda _, s: percent_interval(*s["ci95_pct"]),
         "  median": lambda _, s: percent(s["median_rmse_delta_pct"]),
         "  largest": lambda _, s: percent(s["largest_rmse_delta_pct"]),
     }
+    if tables_of_largest(summary["statistics"]):
+        lines["  mean without §"] = lambda name, _: percent(found[name, "rmse"]["mean_without_largest"])
     if summary["broken_host"]:
-        lines["  mean without †"] = lambda _, s: _percent_or_dash(s["mean_rmse_delta_pct_without_broken"])
+        lines["  mean without †"] = lambda _, s: percent(s["mean_rmse_delta_pct_without_broken"])
     if summary["sensitive"]:
-        lines["  mean without ‡"] = lambda name, _: _percent_or_dash(found[name, "rmse"]["mean_without_sensitive"])
+        lines["  mean without ‡"] = lambda name, _: percent(found[name, "rmse"]["mean_without_sensitive"])
     if paper.keys() & variants.keys():
         lines["  paper's mean*"] = lambda name, _: f"{paper[name]:+.3f}" if name in paper else ""
     lines |= {
@@ -180,17 +183,20 @@ def summary_cells(summary: dict[str, Any]) -> Cells:
     return ["", *variants], [[label, *(cell(*item) for item in variants.items())] for label, cell in lines.items()]
 
 
-def _percent_or_dash(value: float | None) -> str:
-    return "–" if value is None else percent(value)
-
-
 def _ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def percent(value: float) -> str:
-    """A change in percent: four decimals, or one digit where these would show nothing."""
+def percent(value: float | None) -> str:
+    """A change in percent: four decimals, or one digit where these would show nothing; a dash where there is none."""
+    if value is None or math.isnan(value):
+        return "–"
     return f"{value:+.4f}" if value == 0 or abs(value) >= 5e-5 else f"{value:+.0e}"
+
+
+def percent_interval(low: float | None, high: float | None) -> str:
+    """An interval of changes in percent; a dash where there is none."""
+    return "–" if low is None else f"{percent(low)} to {percent(high)}"
 
 
 def case_cells(rows: pd.DataFrame, names: Mapping[str, str]) -> Cells:
@@ -247,6 +253,9 @@ def notes(summary: dict[str, Any]) -> str:
             f"‡ The host is nearly exact there: its RMSE is below {100 * SENSITIVE:g} % of the target's standard "
             f"deviation, so that many percent of it may be little: {cases('sensitive', 'target_sd', 'deviation')}."
         )
+    if largest := tables_of_largest(summary["statistics"]):
+        listed = "; ".join(f"{names[table]} ({', '.join(variants)})" for table, variants in largest.items())
+        parts.append(f"§ Over all tables but that of the variant's largest change: {listed}.")
     if summary["paper"] and summary["paper"]["mean_rmse_delta_pct"].keys() & summary["variants"].keys():
         parts.append(f"* The paper's mean over {summary['paper']['cases']} cases: {summary['paper']['note']}.")
     parts.append(

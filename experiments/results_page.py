@@ -20,12 +20,13 @@ from typing import Any
 import jinja2
 import pandas as pd
 
+from ..calibration.settings import IDENTITY
 from ..patches.tabpfn_v3_host import TABPFN_V3
 from ..retrofit.files import write_text
 from ..retrofit.printing import markdown_table
 from . import audit_report, frontier, runs
-from .report import make_summary, notes, percent, summary_cells
-from .verdicts import WHAT_A_VERDICT_SAYS, by_measure, power_words, verdict_cell, verdicts
+from .report import make_summary, notes, percent, percent_interval, summary_cells
+from .verdicts import WHAT_A_VERDICT_SAYS, by_measure, power_words, tables_of_largest, verdict_cell, verdicts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
@@ -172,7 +173,7 @@ def readme_results() -> str:
             f"`{variant}`",
             str(s["cases"]),
             percent(s["mean_rmse_delta_pct"]),
-            " to ".join(map(percent, s["ci95_pct"])),
+            percent_interval(*s["ci95_pct"]),
             percent(s["largest_rmse_delta_pct"]),
             f"{s['wins']} : {s['losses']}",
             verdict_cell(found.get((variant, "rmse"))),
@@ -180,15 +181,30 @@ def readme_results() -> str:
         for variant, s in main.variants.items()
     ]
     figure = "\n".join(strip(main.rows))
-    return f"{conditions(QUOTED)}\n\n{markdown_table(header, cells)}\n\n```text\n{figure}\n```"
+    return f"{conditions(QUOTED)}\n\n{markdown_table(header, cells)}\n\n```text\n{figure}\n```\n\n{largest_changes()}"
+
+
+def largest_changes() -> str:
+    """Of which tables the largest changes are, what the means are without them, and how good the host is there."""
+    statistics = evaluation(QUOTED).summary["statistics"]
+    without = {row["variant"]: percent(row["mean_without_largest"]) for row in statistics if row["measure"] == "rmse"}
+    errors, sentences = _frame("host-rdata.json").set_index("dataset"), []
+    for table, variants in tables_of_largest(statistics).items():
+        if means := ", ".join(f"{without[variant]} (`{variant}`)" for variant in variants if variant != IDENTITY):
+            host, forest = errors.loc[table, ["host", "random_forest"]]
+            sentences.append(
+                f"Without {table.rpartition('/')[2]}, the table of the largest change, the means are {means}. There "
+                f"the host's RMSE is {host:.2f} of that of predicting the mean, a random forest's {forest:.2f}."
+            )
+    return " ".join(sentences)
 
 
 def readme_speed() -> str:
     """How ragged prediction compares with the best loop, in a sentence."""
     small, full = (read(name)["parallel_loop"]["ragged_speedup"] for name in RAGGED)
     return (
-        f"Not by much on a CPU. On two cores it is {small:.1f} times as fast as TabPFN in two processes side by side "
-        f"with the small model, and {full:.1f} times with the full-size network ([benchmark]"
+        f"Not by much on a CPU. On two cores it is {small:.2f} times as fast as TabPFN in two processes side by side "
+        f"with the small model, and {full:.2f} times with the full-size network ([benchmark]"
         "(docs/results.md#tables-of-different-shapes-speed)). A GPU is where it is expected to pay; that is unmeasured."
     )
 
@@ -214,11 +230,6 @@ def frontier_table() -> str:
         header, found = frontier.delta_cells(group)
         cells += [[f"`{variant}`", *row] for row in found]
     return markdown_table(["variant", *header], cells)
-
-
-def frontier_host() -> str:
-    """On which host, in words."""
-    return host_name("small", read("frontier.json")[0]["host_sha256"])
 
 
 def at_delta(name: str, delta: float) -> str:
@@ -331,6 +342,12 @@ def anchors_table() -> str:
     return markdown_table(["(B,H,S,J,D), dtype", "against float64", "against the formula in the same precision"], cells)
 
 
+def largest_error(operator: str) -> str:
+    """An operator's largest float32 error against the formula, over all shapes."""
+    rows = _frame("contracts.json").query("operator == @operator and dtype == 'fp32'")
+    return f"{rows.loc[rows['property'].str.startswith('formula'), 'max_error'].max():.1e}"
+
+
 def anchor_range() -> str:
     """The smallest and the largest of OAttention's float32 errors at those sizes."""
     rows = _frame("contracts.json")
@@ -403,9 +420,9 @@ def removal_table() -> str:
     return markdown_table(header, [[row["feature"], *(f"{row[kind]:.2f}" for kind in kinds)] for row in features])
 
 
-def filled_larger() -> int:
-    """How many features have larger Shapley values by filling with the mean than by removal."""
-    return sum(row["shapley, fill mean"] > row["shapley, removal"] for row in read("removal.json")["features"])
+def filled_larger(filling: str) -> int:
+    """How many features have larger Shapley values by a filling (`mean`, `NaN`) than by removal."""
+    return sum(row[f"shapley, fill {filling}"] > row["shapley, removal"] for row in read("removal.json")["features"])
 
 
 def removal_seconds() -> str:

@@ -78,7 +78,8 @@ def compare_variants(rows: pd.DataFrame, margin: float = MARGIN) -> pd.DataFrame
         - `variant`, `measure` (a key of `MEASURES`), `unit` (of all changes); `cases` and `tables`, how many;
         - `mean`, `mean_low`, `mean_high`, `median`, `median_low`, `median_high`: over cases, each with a 95 %
           percentile interval by `resampled_cases`;
-        - `largest`, of either sign, with its `largest_dataset` and `largest_seed`;
+        - `largest`, of either sign, with its `largest_dataset` and `largest_seed`, and `mean_without_largest`, over the
+          cases of all other tables: how far one table decides;
         - `sensitive`, how many cases are (`is_sensitive`), and `mean_without_sensitive`;
         - `model_mean`, `model_low`, `model_high`: mean and 95 % interval of a mixed model with a random effect of the
           table (REML; Student's t with tables - 1 degrees of freedom); `between_sd` and `within_sd`, its standard
@@ -124,7 +125,9 @@ def resampled_cases(tables: np.ndarray, resamples: int = RESAMPLES) -> np.ndarra
 def bootstrap_interval(
     values: np.ndarray, tables: np.ndarray, statistic: Literal["mean", "median"] = "mean"
 ) -> tuple[float, float]:
-    """The 95 % percentile interval of a statistic of (cases,) values, by `resampled_cases`."""
+    """The 95 % percentile interval of a statistic of (cases,) values, by `resampled_cases`; NaN for a single one."""
+    if len(values) < 2:
+        return math.nan, math.nan
     positions = resampled_cases(tables)
     drawn = np.append(values, np.nan)[positions]
     compute = getattr(np, f"nan{statistic}" if positions.min() < 0 else statistic)
@@ -171,6 +174,7 @@ def _describe(changes: pd.DataFrame) -> dict[str, Any]:
         "largest": float(largest["change"]),
         "largest_dataset": str(largest["dataset"]),
         "largest_seed": int(largest["seed"]),
+        "mean_without_largest": float(changes.loc[tables != largest["dataset"], "change"].mean()),
         "sensitive": int(changes["sensitive"].sum()),
         "mean_without_sensitive": float(changes.loc[~changes["sensitive"], "change"].mean()),
     }

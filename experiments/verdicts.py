@@ -83,6 +83,15 @@ def power_words(power: Rows) -> str:
     )
 
 
+def tables_of_largest(statistics: Rows) -> dict[str, list[str]]:
+    """The tables whose RMSE changed most, with the variants of which that is said; none where there are but two."""
+    found: dict[str, list[str]] = {}
+    for row in statistics:
+        if row["measure"] == "rmse" and row["tables"] > 2 and row["largest"]:
+            found.setdefault(row["largest_dataset"], []).append(row["variant"])
+    return found
+
+
 def number(value: float | None) -> str:
     """A change, to two digits; a dash where there is none."""
     return "–" if _is_missing(value) else f"{value:+.2g}"

@@ -143,8 +143,11 @@ def _case_range(axes: Axes, changes: np.ndarray, at: float, color: str) -> None:
     axes.plot(changes.mean(), at, marker="s", markersize=5.5, **style)
 
 
-def _interval(axes: Axes, mean: float, low: float, high: float, at: float, color: str, marker: str) -> None:
-    axes.plot([low, high], [at, at], color=color, linewidth=2.2, solid_capstyle="butt")
+def _interval(
+    axes: Axes, mean: float, low: float | None, high: float | None, at: float, color: str, marker: str
+) -> None:
+    if low is not None and high is not None:
+        axes.plot([low, high], [at, at], color=color, linewidth=2.2, solid_capstyle="butt")
     axes.plot(mean, at, marker=marker, markersize=8, color=color)
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from ..report import is_broken, percent, ran_alone
 from ..statistics import MEASURES, is_sensitive
-from ..verdicts import number, p_value
+from ..verdicts import number, p_value, tables_of_largest
 from .shown import Shown
 from .sites import STATISTICS, Sites
 
@@ -90,7 +90,10 @@ def headline(runs: Sequence[Shown]) -> Table:
     columns += [("90 % (TOST)", True), ("equivalent?", False)]
     has_paper = any(shown.paper.keys() & set(shown.variants) for shown in runs)
     columns += [("paper's mean*, %", True)] if has_paper else []
-    columns += [("median, %", True), ("largest, %", True), ("wins : losses", False), ("cases", True), ("tables", True)]
+    columns += [("median, %", True), ("largest, %", True)]
+    has_others = any(tables_of_largest(shown.summary["statistics"]) for shown in runs)
+    columns += [("mean without §, %", True)] if has_others else []
+    columns += [("wins : losses", False), ("cases", True), ("tables", True)]
     rows = []
     for variant, having in by_variant(runs):
         for shown in having:
@@ -101,6 +104,7 @@ def headline(runs: Sequence[Shown]) -> Table:
             cells += [_interval(row["equivalence_low"], row["equivalence_high"], percent), _verdict(row)]
             cells += [_number(shown.paper.get(variant), "{:+.3f}")] if has_paper else []
             cells += [_number(row["median"], percent), _number(row["largest"], percent)]
+            cells += [_number(row["mean_without_largest"], percent)] if has_others else []
             cells += [Cell(f"{summary['wins']} : {summary['losses']}")]
             rows.append([*cells, _number(row["cases"]), _number(row["tables"])])
     return Table("Change of the test RMSE against the host", columns, rows, is_sortable=False)

@@ -58,7 +58,7 @@ def test_summary_by_hand() -> None:
     assert oa["time_ratio"] == pytest.approx(2.0)  # median of 1.5, 1, 5, 2.5
     assert oa["peak_memory_ratio"] == pytest.approx(1.3)  # median of 1.1, 1.3, 4; of one case not known
     assert summary["identity"]["peak_memory_ratio"] is None
-    assert summary["identity"]["ci95_pct"] == [0.0, 0.0]
+    assert summary["identity"]["ci95_pct"] == [None, None]  # of a single case there is none
 
 
 def test_interval_is_that_of_the_mean_and_always_the_same() -> None:
@@ -171,6 +171,32 @@ def test_a_nearly_exact_host_is_named_and_its_mean_given_without_it(tmp_path: Pa
     assert "‡" not in write(tmp_path, report.make_summary(SETTINGS, rows()), rows())
     only = report.make_summary(SETTINGS, made[:1])
     assert ["  mean without ‡", "–"] in report.summary_cells(only)[1]
+
+
+def test_how_far_one_table_decides_is_shown(tmp_path: Path) -> None:
+    changes = {
+        "oa": {"a": (0.1, 0.3), "b": (9.0, 5.0), "c": (0.0, 0.4)},
+        "closed": {"a": (-8.0,), "b": (1,), "c": (2,)},
+    }
+    made = pd.DataFrame(
+        [
+            record(table, seed, variant, change)
+            for variant, tables in changes.items()
+            for table, found in tables.items()
+            for seed, change in enumerate(found)
+        ]
+    )
+    settings = {**SETTINGS, "datasets": list("abc")}
+    table = write(tmp_path, report.make_summary(settings, made), made)
+    assert "|   mean without § | +0.2000 | +1.5000 |" in table
+    assert "§ Over all tables but that of the variant's largest change: b (oa); a (closed)." in table
+    two = made[made["dataset"] != "c"]
+    assert "§" not in write(tmp_path, report.make_summary(settings, two), two)
+
+
+def test_of_a_single_case_there_is_no_interval(tmp_path: Path) -> None:
+    one = pd.DataFrame([record("a", 0, "oa", 1.0)])
+    assert "|   95 % CI | – |" in write(tmp_path, report.make_summary(SETTINGS, one), one)
 
 
 def test_verdicts_in_words() -> None:

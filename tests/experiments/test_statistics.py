@@ -243,6 +243,18 @@ def test_sensitive_cases_are_counted_and_left_out_of_a_mean() -> None:
     assert not is_sensitive(rows.drop(columns="target_sd")).any()
 
 
+def test_the_table_of_the_largest_change_is_left_out_of_a_mean() -> None:
+    rows = made_up()
+    rows.loc[7, "rmse_delta_pct"] = -9.0
+    found = row_of(compare_variants(rows))
+    assert (found["largest"], found["largest_dataset"]) == (-9.0, rows.loc[7, "dataset"])
+    left = [
+        v for v, table in zip(rows["rmse_delta_pct"], rows["dataset"], strict=True) if table != rows.loc[7, "dataset"]
+    ]
+    assert found["mean_without_largest"] == pytest.approx(sum(left) / 12, rel=1e-12)
+    assert math.isnan(row_of(compare_variants(rows[:3]))["mean_without_largest"])
+
+
 def test_rows_of_earlier_versions_have_fewer_measures() -> None:
     old = made_up().drop(columns=["target_sd", *(c for c in made_up() if "crps" in c or "coverage" in c)])
     assert list(compare_variants(old)["measure"]) == ["rmse", "nll"]
@@ -274,7 +286,7 @@ def test_what_cannot_be_tested_is_said_and_warns_of_nothing() -> None:
     for name in ("one table", "one case"):
         assert found[name]["not_available"].startswith("tests need two tables; a mixed model needs two tables")
         assert found[name]["equivalent"] is None and math.isnan(found[name]["wilcoxon_p"])
-        assert not math.isnan(found[name]["mean_low"])
+        assert math.isnan(found[name]["mean_low"]) is (name == "one case")
     assert found["one seed"]["equivalent"] in (True, False)
     assert found["one seed"]["not_available"] == "a mixed model needs two tables and two cases of a table"
     assert found["unchanged"]["not_available"] == "no case changed"
