@@ -99,12 +99,6 @@ def read_predictions(folder: Path, records: Iterable[Mapping[str, Any]]) -> Pred
     return predictions
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what a killed run had begun to write."""
-    for part in (folder / FOLDER).glob(".*.part.npz"):
-        part.unlink(missing_ok=True)
-
-
 def _in_the_targets_unit(arrays: Arrays) -> dict[str, np.ndarray]:
     shift, scale, levels = arrays.get("shift", 0.0), arrays.get("scale", 1.0), arrays["levels"]
     of_rows = arrays.keys() - {"levels", "shift", "scale"}

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..calibration.prior import draw_sizes, draw_table
 from ..calibration.settings import PRETRAIN_RATE, PRETRAIN_STEPS
 from ..retrofit.files import replacing, write_text
-from ..retrofit.hosts import load_host
+from ..retrofit.hosts import load_host, weights_sha256
 from ..retrofit.tabpfn_api import (
     FullSupportBarDistribution,
     InferenceConfig,
@@ -255,7 +255,8 @@ def _train(
     optimizers = _optimizers(model, settings)
     losses: list[torch.Tensor] = []
     began = time.monotonic()
-    start = _restore(state_file, settings, model, optimizers) if state_file.exists() else 0
+    first = weights_sha256(model) if settings.start else None  # of a file only its name is in the settings
+    start = _restore(state_file, settings, first, model, optimizers) if state_file.exists() else 0
     write_text(log_file, "".join(f"{line}\n" for line in ["step,loss,seconds", *_logged(log_file, start)]))
 
     on_gpu, steps = device.type == "cuda", range(start, settings.steps)
@@ -295,6 +296,7 @@ def _train(
                 "optimizers": [o.state_dict() for o in optimizers],
                 "step": done,
                 "settings": asdict(settings),
+                "first_weights": first,
             }
             content = io.BytesIO()  # torch's own writer does not say that a disk is full
             torch.save(state, content)
@@ -315,11 +317,17 @@ def _first_weights(settings: PretrainSettings) -> Any:
     return model
 
 
-def _restore(file: Path, settings: PretrainSettings, model: Any, optimizers: list[torch.optim.Optimizer]) -> int:
+def _restore(
+    file: Path, settings: PretrainSettings, first: str | None, model: Any, optimizers: list[torch.optim.Optimizer]
+) -> int:
     """Put an earlier run's state on model and optimizers; the number of steps that it had done."""
     try:
         state = torch.load(file, weights_only=True, map_location="cpu")
-        stored, step, of_model, of_optimizers = (state[name] for name in ("settings", "step", "model", "optimizers"))
+        stored, step = state["settings"], state["step"]
+        if stored == asdict(settings) and state.get("first_weights") == first:
+            model.load_state_dict(state["model"])
+            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(saved)
     except OSError:
         raise
     except Exception as error:  # torch raises its own, pickle's and zipfile's
@@ -327,9 +335,10 @@ def _restore(file: Path, settings: PretrainSettings, model: Any, optimizers: lis
         raise ValueError(f"{file} is no state of a training ({reason}); remove it, or choose another --out") from error
     if stored != asdict(settings):
         raise ValueError(f"{file.parent} holds a run with other settings, {stored}; choose another --out")
-    model.load_state_dict(of_model)
-    for optimizer, saved in zip(optimizers, of_optimizers, strict=True):
-        optimizer.load_state_dict(saved)
+    if state.get("first_weights") != first:
+        raise ValueError(
+            f"{file.parent} holds a run that began with other weights of {settings.start}; choose another --out"
+        )
     return step
 
 

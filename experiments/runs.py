@@ -9,6 +9,7 @@ what was predicted; see `predictions`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ import pandas as pd
 
 from ..retrofit.files import write_text
 from .folders import append_line, held
-from .predictions import Arrays, Predictions, read_predictions, remove_unfinished, write_predictions
+from .predictions import FOLDER as PREDICTIONS
+from .predictions import Arrays, Predictions, read_predictions, write_predictions
 
 SETTINGS, CASES = "settings.json", "cases.jsonl"
 REPORTS = ("summary.json", "table.md", "deltas.png", "power.png", "cases.csv", "report.html")
@@ -203,7 +205,7 @@ def open_run(folder: Path, settings: dict[str, Any]) -> Iterator[Run]:
         differences = []
         if stored is not None:
             differences = _differences(_shared(stored, settings), _shared(settings, stored))
-        remove_unfinished(folder)
+        _remove_unfinished(folder)
         if any("key" not in record for case in cases for record in case.variants):
             if stored is None:
                 raise ValueError(
@@ -216,6 +218,14 @@ def open_run(folder: Path, settings: dict[str, Any]) -> Iterator[Run]:
         if stored != settings:
             write_text(folder / SETTINGS, json.dumps(settings, indent=1) + "\n")
         yield Run(folder, settings, cases, differences)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what a killed run had begun to write (`files.replacing`)."""
+    names = [Path(name) for name in (*REPORTS, CASES, SETTINGS)]
+    patterns = [f".*{name.stem}.*.part{name.suffix}" for name in names] + [f"{PREDICTIONS}/.*.part.npz"]
+    for part in itertools.chain.from_iterable(map(folder.glob, patterns)):
+        part.unlink(missing_ok=True)
 
 
 def read_run(folder: Path) -> Run:

@@ -267,9 +267,11 @@ def load(path: str | Path, host: HostLike | None = None) -> Retrofit:
         if path.suffix == SUFFIX:
             content, found = read_retrofit(path)
         else:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {error!r}") from error
+        # Of UnicodeDecodeError the words hold the whole file.
+        reason = "no text" if isinstance(error, UnicodeDecodeError) else repr(error)
+        raise RetrofitError(f"{path} is not a retrofit written by oretrofit: {reason}") from error
     return retrofit_from_dict(content, found if host is None else host, str(path))
 
 

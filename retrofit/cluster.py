@@ -70,7 +70,10 @@ def connected(address: str) -> Iterator[Client]:
             with dask.config.set(WORKERS):
                 scheduler: Any = stack.enter_context(
                     LocalCluster(
-                        n_workers=threads, threads_per_worker=1, dashboard_address=":0", silence_logs=logging.ERROR
+                        n_workers=threads,
+                        threads_per_worker=1,
+                        dashboard_address=":0",
+                        silence_logs=logging.CRITICAL,  # what fails in a worker is raised here
                     )
                 )
         else:

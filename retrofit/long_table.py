@@ -131,9 +131,10 @@ def find_few(
 def _target_faults(train: Table, target: Hashable, y: Target, groups: Sequence[Hashable]) -> list[Fault]:
     """Cells of the target that are no finite numbers; of the empty ones, one a group."""
     place = f"{train.name}: target {target!r}"
+    category = ", which is a category" if isinstance(train.frame[target].dtype, pd.CategoricalDtype) else ""
     odd = train.frame[target][y.not_numeric].tolist()  # Python's own types: numpy's repr would show np.True_
     faults = [
-        Fault(0, int(row), f"{place} is not numeric (row {row + 1}: {value!r})")
+        Fault(0, int(row), f"{place} is not numeric (row {row + 1}: {value!r}{category})")
         for row, value in zip(np.flatnonzero(y.not_numeric), odd, strict=True)
     ]
     empty: dict[Hashable, list[int]] = {}

@@ -20,8 +20,8 @@ from .options import (
     check_choice,
     check_folder,
     check_host,
-    check_input,
     check_outputs,
+    check_retrofit,
     host_file,
     unwritten,
     without_advice,
@@ -83,7 +83,7 @@ class PredictOptions:
             raise ValueError(f"{self.target!r} cannot be both target and group")
         check_choice("--precision", self.precision, settings.PRECISIONS)
         check_choice("--device", self.device, DEVICES)
-        check_input("--retrofit", self.retrofit)
+        check_retrofit("--retrofit", self.retrofit)
         if self.host is not None:
             check_host(self.host)
         if self.dask is not None:
@@ -115,8 +115,10 @@ class PredictOptions:
         if self.too_few == "pooled":
             raise ValueError("--too-few pooled needs all train rows in one process; leave it out, or leave out --dask")
         check_folder("--out", self.out)
-        if self.out.resolve() in (self.train.resolve(), self.test.resolve()):
-            raise ValueError(f"--out {self.out} would overwrite what is read; give another folder")
+        out = self.out.resolve()
+        for option, place in (("--train", self.train), ("--test", self.test)):
+            if place.resolve() in (out, *out.parents):
+                raise ValueError(f"--out {self.out} would be a part of {option} {place}; give another folder")
         if self.out.is_dir() and any(not fnmatch(file.name, "part-*.parquet") for file in self.out.iterdir()):
             raise ValueError(f"--out {self.out} is a folder with something else than predictions; give another")
 

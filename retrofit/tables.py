@@ -18,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset
 
 from . import notations
 from .columns import MISSING, Table
@@ -25,6 +27,17 @@ from .columns import MISSING, Table
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", "|": "bars", ",": "commas"}
 _SAMPLE = 100_000  # characters from which the separator is seen
 _SHOWN = 10_000  # cells of a column that show how its numbers are written
+# pandas reads its own notes in a damaged Arrow file as they come: hence KeyError and TypeError.
+_UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    pa.ArrowException,
+    EOFError,
+    csv.Error,
+    lzma.LZMAError,
+    zipfile.BadZipFile,
+)
 
 
 def read_table(path: Path, group: Hashable | None = None) -> Table:
@@ -40,7 +53,7 @@ def read_table(path: Path, group: Hashable | None = None) -> Table:
     """
     try:
         if path.is_dir():
-            table = Table(str(path), pd.read_parquet(path))
+            table = Table(str(path), _read_folder(path))
         else:
             content = _unpacked(path.read_bytes())
             if content[:4] == b"PAR1":
@@ -49,7 +62,7 @@ def read_table(path: Path, group: Hashable | None = None) -> Table:
                 table = Table(str(path), pd.read_feather(io.BytesIO(content)))
             else:
                 table = _read_csv(str(path), content, group)
-    except (ValueError, EOFError, csv.Error, lzma.LZMAError, zipfile.BadZipFile) as error:  # Arrow's are ValueErrors
+    except _UNREADABLE as error:
         raise ValueError(f"cannot read {path}: {error}") from error
     except OSError as error:  # of gzip and bz2, about the content, these name no file
         if error.errno is None:
@@ -61,6 +74,50 @@ def read_table(path: Path, group: Hashable | None = None) -> Table:
             f"{path} has several columns called {columns[columns.duplicated()][0]!r}; rename or remove them"
         )
     return table
+
+
+def _read_folder(path: Path) -> pd.DataFrame:
+    """All rows of a folder of Parquet files, each column in a type that holds what all files have.
+
+    (Arrow by itself casts to the first file's types: numbers to truth values, if need be.)
+    """
+    dataset = pa.dataset.dataset(path, format="parquet", partitioning="hive")
+    files = list(dataset.get_fragments())
+    if not files:
+        raise ValueError("it holds no Parquet files")
+    files = [file for file in files if file.metadata.num_rows] or files[:1]  # types of no rows say nothing
+    fields: dict[str, pa.Field] = {field.name: field for field in files[0].physical_schema}
+    for file in files[1:]:
+        schema = file.physical_schema
+        if odd := sorted(set(schema.names) ^ fields.keys()):
+            raise ValueError(f"{file.path} and {files[0].path} do not have the same columns: {odd}")
+        for name in schema.names:
+            before, found = fields[name].type, schema.field(name).type
+            try:
+                fields[name] = fields[name].with_type(_common_type(before, found))
+            except pa.ArrowTypeError:
+                raise ValueError(
+                    f"column {name!r} is {found} in {file.path} and {before} in files before it; "
+                    "store it in one type in all of them"
+                ) from None
+    folders = [field for field in dataset.schema if field.name not in fields]  # columns that folders' names give
+    schema = pa.schema([*fields.values(), *folders], files[0].physical_schema.metadata)
+    try:
+        return pa.dataset.FileSystemDataset(files, schema, dataset.format, dataset.filesystem).to_table().to_pandas()
+    except pa.ArrowInvalid as error:
+        mixed = [name for name in fields if any(file.physical_schema.field(name) != fields[name] for file in files)]
+        raise ValueError(f"{error}; files have different types of {mixed or 'no column'}") from error
+
+
+def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """A type for the values of both; of dates with two zones the first. Raises `ArrowTypeError` where there is none."""
+    if pa.types.is_timestamp(one) and pa.types.is_timestamp(other) and one.tz and other.tz:
+        finer = min(one.unit, other.unit, key=["ns", "us", "ms", "s"].index)
+        return pa.timestamp(finer, one.tz)
+    if pa.types.is_dictionary(one) != pa.types.is_dictionary(other):  # categories in one file, and not in another
+        one, other = (found.value_type if pa.types.is_dictionary(found) else found for found in (one, other))
+    schemas = [pa.schema([("", found)]) for found in (one, other)]
+    return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
 def write_table(frame: pd.DataFrame, path: Path) -> None:

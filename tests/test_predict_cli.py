@@ -267,6 +267,7 @@ def test_pooled(tmp_path: Path) -> None:
         ("--retrofit oa.json --by shop", "inert only in the variant 'closed', not in 'oa'"),
         ("--retrofit gone.json", "--retrofit gone.json: there is no such file"),
         ("--retrofit train.csv", "train.csv is not a retrofit"),
+        ("--retrofit train.parquet", "train.parquet is not a retrofit written by oretrofit; `oretrofit patch --out`"),
         ("--host gone.ckpt", "--host: no host 'gone.ckpt'"),
         ("--precision half", "--precision: unknown precision 'half'"),
         ("--by prediction", "the group column cannot be called 'prediction'"),

@@ -168,6 +168,8 @@ def check_groups(
             raise ValueError(f"{name} has several columns called {frame.columns[frame.columns.duplicated()][0]!r}")
         if by not in frame.columns:
             raise ValueError(f"{name} has no group column {by!r}; its columns are {listed(frame.columns)}")
+        if frame[by].dtype == np.float16:
+            raise ValueError(f"{by!r} of {name} is float16, by which pandas cannot group; store it as float32 or text")
         if frame[by].isna().any():
             first = int(frame[by].isna().to_numpy().argmax()) + 1
             raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}, such as row {first}")

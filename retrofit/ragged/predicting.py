@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import pandas as pd
@@ -192,8 +193,8 @@ def _check_settings(
         raise ValueError(f"max_cells is at least 1, got {max_cells}")
     if on_error not in ("raise", "skip"):
         raise ValueError(f"on_error is 'raise' or 'skip', not {on_error!r}")
-    if n_jobs is not None and n_jobs < 0:
-        raise ValueError(f"n_jobs is a number of processes, 0 for none, got {n_jobs}")
+    if n_jobs is not None and (not isinstance(n_jobs, Integral) or n_jobs < 0):
+        raise ValueError(f"n_jobs is a number of processes, 0 for none, got {n_jobs!r}")
     if client is not None and not hasattr(client, "submit"):
         raise ValueError(f"client is a dask.distributed.Client, not {client!r}")
     if client is not None and n_jobs is not None:
@@ -202,7 +203,10 @@ def _check_settings(
 
 def _as_tables(X_trains: Sequence[Any], y_trains: Sequence[Any], X_tests: Sequence[Any]) -> list[Table]:
     lists = [X_trains, y_trains, X_tests]
-    if any(isinstance(entries, (pd.DataFrame, pd.Series, str, dict)) for entries in lists):
+    if any(
+        isinstance(entries, (pd.DataFrame, pd.Series, str, dict)) or not hasattr(entries, "__len__")
+        for entries in lists
+    ):
         raise ValueError("X_trains, y_trains and X_tests are lists with one entry a table")
     lengths = [len(entries) for entries in lists]
     if len(set(lengths)) > 1:

@@ -45,7 +45,7 @@ def test_a_figure_that_differs_from_its_file_fails(copy, capsys):
     page = copy / "docs/results.md"
     page.write_text(page.read_text().replace(" : ", " : 1", 1))  # typed into a page
     assert results_page.main(["--check"]) == 1
-    assert "7.2 times as fast" in (copy / "README.md").read_text()
+    assert "7.25 times as fast" in (copy / "README.md").read_text()
     assert "| 7.25 |" in page.read_text()
 
 

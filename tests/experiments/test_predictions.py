@@ -149,8 +149,12 @@ def test_other_plans_in_the_same_folder_keep_theirs(plan: Plan, tmp_path: Path) 
 def test_what_is_missing_or_torn(plan: Plan, tmp_path: Path) -> None:
     cases = run(plan, tmp_path)
     files = kept(tmp_path)
-    (tmp_path / "predictions" / ".begun.1234.part.npz").write_bytes(b"PK")
+    begun = [tmp_path / name for name in ("predictions/.begun.1234.part.npz", ".power.1234.part.png")]
+    begun += [tmp_path / name for name in ("..power.1234.part.5678.part.png", ".cases.1234.part.jsonl")]
+    for file in begun:
+        file.write_bytes(b"PK")
     run(plan, tmp_path, on_case=lambda _: pytest.fail("ran again"))
+    assert not any(file.exists() for file in begun)
     assert kept(tmp_path) == files
     opened = read_run(tmp_path)
     oa = next(file for file in files if "-0-oa-" in file.name)

@@ -149,6 +149,29 @@ def test_files_that_cannot_be_read_are_named_and_left_alone(folder, name, conten
     assert (folder / name).read_bytes() == content
 
 
+@pytest.mark.parametrize("part", ["model", "optimizers"])
+def test_a_state_that_lacks_something_is_named(folder, part):
+    state = torch.load(folder / "state.pt", weights_only=True)
+    state[part] = {} if part == "model" else state[part][:1]
+    torch.save(state, folder / "state.pt")
+    with pytest.raises(ValueError, match=r"state\.pt is no state of a training .*; remove it, or choose another --out"):
+        next(pretrain(SETTINGS, folder))
+
+
+def test_a_run_that_began_with_other_weights_of_the_same_name_is_not_gone_on_with(tmp_path):
+    start = tmp_path / "start-v3.safetensors"
+    save_host(new_host(1), start)
+    settings = replace(SETTINGS, steps=2, start=str(start))
+    run = pretrain(settings, tmp_path / "run", log_every=1, save_every=1)
+    next(run), next(run)  # the state of a step is saved when the next one is asked for
+    run.close()
+    save_host(new_host(2), start)
+    with pytest.raises(ValueError, match=r"began with other weights of \S*start-v3\.safetensors"):
+        next(pretrain(settings, tmp_path / "run"))
+    save_host(new_host(1), start)
+    assert [step for step, _ in pretrain(settings, tmp_path / "run", log_every=1)] == [2]
+
+
 def test_one_writer(folder):
     run = pretrain(SETTINGS, folder, log_every=1)
     next(run)

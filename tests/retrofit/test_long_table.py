@@ -40,6 +40,12 @@ FAULTS = {
 }
 
 
+def test_a_target_of_categories_is_called_so() -> None:
+    train, test = tables()
+    with pytest.raises(ValueError, match=r"target 'y' is not numeric \(row 1: .*, which is a category\)"):
+        read(train.assign(y=train["y"].astype("category")), test)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_cell_that_cannot_be_used(fault: str) -> None:
     train, test = tables()

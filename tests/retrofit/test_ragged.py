@@ -527,6 +527,8 @@ def test_one_bad_table(closed, tables, expected, kind):
         ({"output_type": "quantiles", "quantiles": [1.5]}, ValueError, "between 0 and 1"),
         ({"max_padding": 1.0}, ValueError, "max_padding"),
         ({"n_jobs": -1}, ValueError, "n_jobs is a number of processes"),
+        ({"n_jobs": 1.5}, ValueError, "n_jobs is a number of processes, 0 for none, got 1.5"),
+        ({"n_jobs": "2"}, ValueError, "n_jobs is a number of processes, 0 for none, got '2'"),
         ({"max_cells": 0}, ValueError, "max_cells is at least 1"),
         ({"n_estimators": 0}, ValueError, "n_estimators is at least 1"),
         ({"on_error": "ignore"}, ValueError, "'raise' or 'skip'"),
@@ -555,6 +557,8 @@ def test_refused_lists(closed, tables):
         closed.predict_ragged([], [], [])
     with pytest.raises(ValueError, match="lists with one entry a table"):
         closed.predict_ragged(pd.DataFrame(X), [y], [X_test])
+    with pytest.raises(ValueError, match="lists with one entry a table"):
+        closed.predict_ragged((X for _ in range(1)), [y], [X_test])
 
 
 @pytest.mark.parametrize("variant", ["oa", "full-o"])

@@ -155,6 +155,7 @@ def test_one_bad_group(closed, sales):
         (lambda a, b: (a, b, {"min_rows": 1}), "min_rows"),
         (lambda a, b: (a, b, {"by": "sold"}), "both target and group"),
         (lambda a, b: (a, b, {"target": ["sold"]}), "target is the name of one column"),
+        (lambda a, b: (a.assign(store=np.float16(1.5)), b, {}), "'store' of train is float16, by which pandas cannot"),
         (lambda a, b: (a.assign(store=[["a"]] * len(a)), b, {}), "values that cannot name a group, such as \\['a'\\]"),
         (lambda a, b: (pd.concat([a, a["day"]], axis=1), b, {}), "several columns called 'day'"),
     ],

@@ -217,10 +217,80 @@ def test_parquet_and_feather(tmp_path: Path) -> None:
     for i in range(2):
         frame[i : i + 1].to_parquet(folder / f"{i}.parquet")
     pd.testing.assert_frame_equal(read_table(folder).frame, frame)
+
     repeated = pa.table([[1], [2]], names=["a", "a"])
     pq.write_table(repeated, tmp_path / "t.parquet")
     with pytest.raises(ValueError, match=r"t\.parquet.*'?a'?"):
         read_table(tmp_path / "t.parquet")
+
+
+def folder_of(place: Path, columns: list) -> Path:
+    """A folder with a file for each of some contents of the column `b`."""
+    for i, column in enumerate(columns):
+        frame = pd.DataFrame({"a": pd.array(["x"] * len(column), dtype="str"), "b": column})
+        frame.to_parquet(place / f"{i}.parquet")
+    return place
+
+
+DATES = pd.to_datetime(["2024-01-01 00:00", "2024-06-01 12:30"])
+
+
+@pytest.mark.parametrize(
+    ("columns", "cells"),
+    [
+        ([np.array([1, 2], "int8"), np.array([-132, 2**60 + 1])], [1, 2, -132, 2**60 + 1]),
+        ([np.array([1.5, 2], "float16"), np.array([0.1])], [1.5, 2, 0.1]),
+        ([np.array([1, 2]), np.array([0.5])], [1, 2, 0.5]),
+        ([[None, None], ["u", "v"]], [None, None, "u", "v"]),
+        ([pd.Categorical(["u", "v"]), ["u", "w"]], ["u", "v", "u", "w"]),
+        ([np.array([], "bool"), ["u"]], ["u"]),
+        ([["u"], np.array([], "float64")], ["u"]),
+        ([DATES.tz_localize("UTC"), DATES.tz_localize("Asia/Tokyo")], [*DATES, *(DATES - pd.Timedelta(hours=9))]),
+    ],
+)
+def test_files_of_a_folder_may_have_other_types(columns: list, cells: list, tmp_path: Path) -> None:
+    """As they are by themselves, whichever comes first."""
+    for turned, expected in ((columns, cells), (columns[::-1], [*cells[len(columns[0]) :], *cells[: len(columns[0])]])):
+        place = tmp_path / str(turned is columns)
+        place.mkdir()
+        found = read_table(folder_of(place, turned)).frame["b"]
+        if isinstance(found.dtype, pd.DatetimeTZDtype):
+            assert str(found.dt.tz) == str(turned[0].tz)
+            found = found.dt.tz_convert("UTC").dt.tz_localize(None)
+        assert [None if pd.isna(cell) else cell for cell in found] == expected
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [[[True, False], [0.1, 2.0]], [["u"], [1]], [DATES, DATES.tz_localize("UTC")], [[1], [True]]],
+)
+def test_types_without_a_common_one_are_refused_by_file_and_column(columns: list, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, columns)
+    with pytest.raises(ValueError, match=r"column 'b' is .* in \S*1\.parquet and .* in files before it"):
+        read_table(folder)
+    pd.DataFrame({"a": ["x"], "c": [1]}).to_parquet(folder / "1.parquet")
+    with pytest.raises(ValueError, match=r"1\.parquet and \S*0\.parquet do not have the same columns: \['b', 'c'\]"):
+        read_table(folder)
+
+
+def test_a_value_that_no_common_type_holds_is_refused_by_column(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"different types of \['b'\]"):
+        read_table(folder_of(tmp_path, [np.array([2**63], "uint64"), np.array([-1])]))
+
+
+def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    """Whichever bytes are wrong: pandas and Arrow raise whatever comes."""
+    file, rng = tmp_path / "t.parquet", np.random.default_rng(0)
+    pd.DataFrame({"a": pd.Categorical(list("xyx")), "b": DATES.tz_localize("UTC").repeat(2)[:3]}).to_parquet(file)
+    whole = file.read_bytes()
+    for _ in range(300):
+        content = bytearray(whole)
+        content[rng.integers(4, len(whole))] ^= 1 << rng.integers(8)
+        file.write_bytes(content)
+        try:
+            read_table(file)
+        except ValueError as error:
+            assert str(file) in str(error)
 
 
 # ---- The same table in every format ---------------------------------------------------------------
