@@ -253,9 +253,8 @@ def notes(summary: dict[str, Any]) -> str:
             f"‡ The host is nearly exact there: its RMSE is below {100 * SENSITIVE:g} % of the target's standard "
             f"deviation, so that many percent of it may be little: {cases('sensitive', 'target_sd', 'deviation')}."
         )
-    if largest := tables_of_largest(summary["statistics"]):
-        listed = "; ".join(f"{names[table]} ({', '.join(variants)})" for table, variants in largest.items())
-        parts.append(f"§ Over all tables but that of the variant's largest change: {listed}.")
+    if without := without_largest_note(summary):
+        parts.append(without)
     if summary["paper"] and summary["paper"]["mean_rmse_delta_pct"].keys() & summary["variants"].keys():
         parts.append(f"* The paper's mean over {summary['paper']['cases']} cases: {summary['paper']['note']}.")
     parts.append(
@@ -271,6 +270,14 @@ def notes(summary: dict[str, Any]) -> str:
             "memory is that of the process that ran them, without a warm-up, what it shares with others included."
         )
     return " ".join(parts)
+
+
+def without_largest_note(summary: dict[str, Any]) -> str:
+    """What § means in a summary; empty where there is none."""
+    names = short_datasets(summary["settings"]["datasets"])
+    largest = tables_of_largest(summary["statistics"])
+    listed = "; ".join(f"{names[table]} ({', '.join(variants)})" for table, variants in largest.items())
+    return f"§ Over all tables but that of the variant's largest change: {listed}." if listed else ""
 
 
 def plot_deltas(rows: pd.DataFrame, names: Mapping[str, str], file: Path) -> None:

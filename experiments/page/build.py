@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from ...retrofit.files import write_text
-from ..report import PAPER, cases_csv, notes
+from ..report import PAPER, cases_csv, notes, without_largest_note
 from ..style import short_datasets
 from ..verdicts import WHAT_A_VERDICT_SAYS, WHAT_THE_OTHERS_SAY, power_words, verdicts
 from . import figures, tables
@@ -47,6 +47,7 @@ def _content(runs: Sequence[Shown]) -> dict[str, Any]:
         "subtitles": [_subtitle(shown) for shown in runs],
         "notices": notices(runs),
         "headline": tables.headline(runs),
+        "without_largest": _said_once([(shown.name, without_largest_note(shown.summary)) for shown in runs]),
         "hosts": tables.hosts(runs) if len(runs) > 1 else None,
         "verdicts": [(shown.name, verdicts(shown.summary["statistics"])) for shown in runs],
         "measures": tables.measures(runs),
