@@ -26,6 +26,9 @@ POSITION = "(position)"  # of a row in its folder: a column of what is read
 _KEPT = "(kept) {}".format  # others are called by their number, so that no name is another's, nor one of Dask's own
 _PIECE = 2**25  # bytes, unpacked, of the row groups that are read together
 
+# Makes pandas tell Arrow of its types, as `read_parquet` does: a process that does not know periods reads numbers.
+pa.array(pd.array([], dtype="period[D]"))
+
 
 class Piece(NamedTuple):
     """Row groups of a file, behind so many rows of the file and of the folder."""

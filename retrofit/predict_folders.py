@@ -144,7 +144,8 @@ def _group_column(by: str, sides: Sequence[Column]) -> Decided:
         return Decided("categories", (TEXT, TEXT))
     if kinds == {"numbers"} and all(np.issubdtype(dtype, np.integer) for side in sides for dtype in side.dtypes):
         return Decided("numbers", (np.int64, np.int64))
-    raise ValueError(f"groups are text or whole numbers, in train and test alike; {by!r} is {', '.join(sorted(kinds))}")
+    found = sorted(kinds - {"numbers"} | {f"numbers ({dtype})" for side in sides for dtype in side.dtypes})
+    raise ValueError(f"groups are text or whole numbers, in train and test alike; {by!r} is {', '.join(found)}")
 
 
 def _target_column(target: str, column: Column) -> Decided:

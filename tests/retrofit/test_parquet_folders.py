@@ -1,6 +1,8 @@
 """Columns of tables that no process reads as a whole: decided as `columns` does of the whole, or refused."""
 
 import datetime
+import subprocess
+import sys
 import uuid
 from collections import Counter
 from decimal import Decimal
@@ -140,6 +142,28 @@ def test_targets_and_groups(name, tmp_path):
     if name not in ("words", "dictionary"):
         with pytest.raises(ValueError, match="groups are text or whole numbers"):
             _group_column(name, [side.columns[name] for side in seen])
+
+
+def test_groups_that_are_not_whole_numbers(tmp_path):
+    seen = looked_at(write(tmp_path, "numbers", READ["numbers"]), "numbers")
+    with pytest.raises(ValueError, match=r"whole numbers, in train and test alike; 'numbers' is numbers \(float64\)$"):
+        _group_column("numbers", [side.columns["numbers"] for side in seen])
+
+
+def test_periods_in_a_process_that_has_read_none(tmp_path):
+    frame = pd.DataFrame({"shop": ["a"] * N, "x": pd.period_range("2024-01", periods=N, freq="M")})
+    frame.to_parquet(tmp_path / "0.parquet", index=False)
+    code = (
+        "import sys; from pathlib import Path; from oretrofit.retrofit.parquet_folders import Look, open_folder\n"
+        "print(*Look(['x'], 'shop')(open_folder(Path(sys.argv[1])).pieces[0]).columns['x'].kinds)"
+    )
+    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    whole = read_columns([Table("x", pd.read_parquet(tmp_path))] * 2, ["x"])
+    assert found.stdout.strip() == whole.kinds["x"] == "dates"
+    folder = open_folder(tmp_path)
+    decided = decide_on([folder, folder], "x")
+    rows, _ = (reader := Reader(0, {"x": decided}, [])).unpack(reader(folder.pieces[0]))
+    assert rows["x"].tolist() == whole.frames[0]["x"].tolist()
 
 
 def test_folders(tmp_path):
