@@ -7,7 +7,8 @@ what was found in all it is decided what the columns are (`decide`); and then a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,8 +134,22 @@ def _read(piece: Piece, columns: Iterable[str]) -> pa.Table:
         raise ValueError(
             f"a worker cannot read {piece.path}: {error}; folders have to be at the same place on all machines"
         ) from error
-    with opened as file:
+    with opened as file, _naming(piece):
         return file.read_row_groups(piece.groups, columns=list(dict.fromkeys(columns)))
+
+
+def _as_frame(table: pa.Table, columns: Iterable[str], piece: Piece) -> pd.DataFrame:
+    with _naming(piece):
+        return table.select(list(columns)).to_pandas(ignore_metadata=True)
+
+
+@contextmanager
+def _naming(piece: Piece) -> Iterator[None]:
+    """Arrow's errors about what is in a file do not say in which."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {piece.path}: {error}") from error
 
 
 @dataclass
@@ -203,7 +218,7 @@ class Look:
         table = _read(piece, [*self.columns, self.by, *(of.name for of in self.kept)])
         for of in self.kept:
             _cast(table[of.name], of, piece.path)
-        frame = table.select([*self.columns, self.by]).to_pandas(ignore_metadata=True)
+        frame = _as_frame(table, [*self.columns, self.by], piece)
         frame.index = pd.RangeIndex(piece.row, piece.row + len(frame))
         columns = {}
         for name in [*self.columns, self.by]:
@@ -293,9 +308,9 @@ def _check_text(place: str, looks: Sequence[Counter[str]]) -> None:
             likely = [train["filled"] == train[way] > 0]
         likely += [test["filled"] == test[way] > 0 for test in looks[1:]]
         if any(likely):
-            raise ValueError(
-                f"{place} is text, and looks like {kind}; store it as {kind}, or as categories (a dictionary) in train"
-            )
+            # A dictionary of dates alone is dates on one machine, too.
+            other = "" if kind == "dates" else ", or as categories (a dictionary) in train"
+            raise ValueError(f"{place} is text, and looks like {kind}; store it as {kind}{other}")
     if any(side["odd dates"] and side["odd dates"] + side["dates"] > (1 - FEW) * side["filled"] for side in looks):
         raise ValueError(f"{place} is text that looks like dates; store it as dates")
 
@@ -323,7 +338,7 @@ class Reader:
     def __call__(self, piece: Piece) -> pd.DataFrame:
         """The rows of a piece."""
         table = _read(piece, [*self.columns, *(of.name for of in self.kept)])
-        frame = table.select(list(self.columns)).to_pandas(ignore_metadata=True)
+        frame = _as_frame(table, self.columns, piece)
         found = {self.called(name): self._typed(frame[name], decided) for name, decided in self.columns.items()}
         kept = self._packed([_cast(table[of.name], of, piece.path) for of in self.kept])
         return pd.DataFrame({**found, **kept, POSITION: np.arange(len(frame), dtype=np.int64) + piece.position})

@@ -15,7 +15,7 @@ import pytest
 
 from oretrofit.retrofit.columns import Table, read_columns
 from oretrofit.retrofit.parquet_folders import POSITION, Look, Reader, decide, open_folder
-from oretrofit.retrofit.predict_folders import _fields, _group_column, _target_column
+from oretrofit.retrofit.predict_folders import FolderTables, _fields, _group_column, _target_column, predict_folders
 
 N = 24
 RNG = np.random.default_rng(0)
@@ -53,6 +53,7 @@ REFUSED = {
     "text of numbers in test": (["red"] * 16 + ["1"] * 8, "looks like numbers"),
     "text of dates": ([f"2024-01-{i + 1:02}" for i in range(N)], "looks like dates; store it as dates"),
     "text of other dates": ([f"{i + 1:02}/01/2024" for i in range(N)], "looks like dates"),
+    "dictionary of dates": (pa.array(["2024-12-31"] * N).dictionary_encode(), "looks like dates; store it as dates$"),
     "text of flags": (["True", "False"] * 12, "looks like numbers"),
     "lists": ([[1]] * N, "values of the type ndarray"),
 }
@@ -345,3 +346,24 @@ def test_kept_columns_of_several_types(tmp_path):
     folder = write_files(tmp_path / "z", a=pa.array([1]), b=pa.array(["one"]))
     with pytest.raises(ValueError, match=r"column 'x' of .*z is not of one type, .*/a: int64; .*/b: string; write all"):
         _fields(folder, "shop", ["x"])
+
+
+def test_an_index_called_as_an_answer(tmp_path):
+    (tmp_path / "x").mkdir()
+    pd.DataFrame({"shop": ["a"]}, pd.Index([7], name="q0.1")).to_parquet(tmp_path / "x" / "0.parquet")
+    folder = open_folder(tmp_path / "x")
+    tables = FolderTables((folder, folder), "y", "shop", {}, ({}, {}), [], [])
+    with pytest.raises(ValueError, match=r"x: the index 'q0\.1' is called as a column of predictions is; rename it"):
+        predict_folders(None, tables, None, tmp_path / "out", keep=[], levels={"q0.1": 0.1}, begin=None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_arrow_cannot_read_is_named(tmp_path):
+    folder = write_files(tmp_path / "x", a=pa.array([1], pa.time64("ns")), b=pa.array([0.5] * 1000))
+    with pytest.raises(ValueError, match=r"cannot read .*a: Value 1 has non-zero nanoseconds"):
+        Look(["x"], "shop")(folder.pieces[0])
+    content = bytearray((tmp_path / "x" / "b").read_bytes())
+    content[4:40] = b"\xff" * 36
+    (tmp_path / "x" / "b").write_bytes(content)
+    with pytest.raises(ValueError, match=r"cannot read .*b: "):
+        Look(["x"], "shop")(folder.pieces[1])
