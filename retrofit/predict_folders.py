@@ -26,7 +26,7 @@ from .columns import Table
 from .files import replacing
 from .hosts import lend
 from .long_table import LongTable, find_few, read_groups
-from .parquet_folders import POSITION, TEXT, Column, Decided, Folder, Look, Reader, Seen, decide, open_folder
+from .parquet_folders import TEXT, Column, Decided, Folder, Look, Reader, Seen, can_be_kept, decide, open_folder
 from .ragged.groups import check_features, predict_long
 from .ragged.report import RaggedReport, Tally
 from .workers import call_each
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 # What a partition has at most, on average: bytes of train and test, unpacked, and groups. And how many partitions there
 # are at least, for each thread of the cluster.
 _BYTES, _GROUPS, _SHARES = 2**26, 500, 4
-
-_KEPT = "(kept) {}".format  # what a kept column is called on its way: it may be a feature, too
 
 
 @dataclass
@@ -102,18 +100,24 @@ def look_at(
     features: Any = check_features(
         known, [name for name in folders[1].columns if name not in keep or name in known], target=target, by=by
     )
+    fields = _fields(folders[1], by, keep)
+    mixed = [of for of in fields if len(folders[1].types[of.name]) > 1]
     done, found = begin("Reading", sum(len(folder.pieces) for folder in folders)), 0
     seen: list[Seen] = []
-    for folder, columns in zip(folders, ([*features, target], features), strict=True):
+    looks = (Look([*features, target], by), Look(features, by, mixed))
+    for folder, look in zip(folders, looks, strict=True):
         total: Seen | None = None
-        with closing(call_each(Look(columns, by), folder.pieces, 0, client=client)) as parts:
+        with closing(call_each(look, folder.pieces, 0, client=client)) as parts:
             for _, part in parts:
                 total = total.add(part) if total else part
                 found += 1
                 done(found)
         assert total is not None
         seen.append(total)
-    columns = {name: decide(name, [side.columns[name] for side in seen]) for name in features}
+    columns = {
+        name: decide(name, [side.columns[name] for side in seen], [folder.zones(name) for folder in folders])
+        for name in features
+    }
     columns[by] = _group_column(by, [side.columns[by] for side in seen])
     columns[target] = _target_column(target, seen[0].columns[target])
     if folders[0].rows > 1 and max(seen[0].groups.values()) == 1:
@@ -122,13 +126,26 @@ def look_at(
     return FolderTables(folders, target, by, columns, (seen[0].groups, seen[1].groups), few, notes)
 
 
+def _fields(test: Folder, by: str, keep: Sequence[str]) -> list[pa.Field]:
+    """What the answers get of test. Raises `ValueError` for columns that cannot be kept."""
+    fields = [test.field(name) for name in dict.fromkeys([by, *test.index, *keep])]
+    for of in fields[1:]:
+        if not can_be_kept(of.type):
+            raise ValueError(
+                f"--keep: column {of.name!r} of {test.name} is {of.type}, which folders cannot keep: keep others that "
+                "tell the rows apart, and join it to the answers by them"
+            )
+    return fields
+
+
 def _group_column(by: str, sides: Sequence[Column]) -> Decided:
     kinds = {kind for side in sides for kind in side.kinds}
     if kinds <= {"text", "categories"}:
         return Decided("categories", (TEXT, TEXT))
     if kinds == {"numbers"} and all(np.issubdtype(dtype, np.integer) for side in sides for dtype in side.dtypes):
         return Decided("numbers", (np.int64, np.int64))
-    raise ValueError(f"groups are text or whole numbers, in train and test alike; {by!r} is {', '.join(sorted(kinds))}")
+    found = sorted(kinds - {"numbers"} | {f"numbers ({dtype})" for side in sides for dtype in side.dtypes})
+    raise ValueError(f"groups are text or whole numbers, in train and test alike; {by!r} is {', '.join(found)}")
 
 
 def _target_column(target: str, column: Column) -> Decided:
@@ -166,7 +183,8 @@ class _PartPredictor:
 
     model: _Model
     tables: FolderTables
-    fields: dict[str, pa.Field]
+    readers: tuple[Reader, Reader]
+    group: pa.Field
     levels: dict[str, float]
     folder: Path
     settings: dict[str, Any]
@@ -175,7 +193,9 @@ class _PartPredictor:
         of = self.tables
         if test.empty:
             return _Done(0, 0, 0, Tally().report(0, {}))
-        train, test = (part.sort_values(POSITION, ignore_index=True) for part in (train, test))
+        (train, _), (test, kept) = (
+            reader.unpack(part) for reader, part in zip(self.readers, (train, test), strict=True)
+        )
         train = train[train[of.by].isin(test[of.by].unique())].reset_index(drop=True)
         table = self._read(train, test, "")
         for group in table.faulty:  # read alone, so that rows are counted in the group
@@ -194,11 +214,10 @@ class _PartPredictor:
             **self.settings,
         )
         answers = {"prediction": frame["mean"], **{name: frame[level] for name, level in self.levels.items()}}
-        values = {of.by: test[of.by], **{name: test[_KEPT(name)] for name in self.fields if name != of.by}, **answers}
-        fields = [*self.fields.values(), *(pa.field(name, pa.float64()) for name in answers)]
-        arrays = [pa.array(values[each.name], each.type, from_pandas=True) for each in fields]
+        answers = {name: pa.array(values, pa.float64(), from_pandas=True) for name, values in answers.items()}
+        columns = {of.by: pa.array(test[of.by].array).cast(self.group.type), **kept, **answers}
         with replacing(self.folder / f"part-{number:05d}.parquet") as file:
-            pq.write_table(pa.Table.from_arrays(arrays, schema=pa.schema(fields)), file)
+            pq.write_table(pa.table(columns), file)
         return _Done(len(test), int(frame["mean"].notna().sum()), test[of.by].nunique(), report)
 
     def _read(self, train: pd.DataFrame, test: pd.DataFrame, which: str) -> LongTable:
@@ -242,18 +261,17 @@ def predict_folders(
         How many rows have a prediction, and what was done.
     """
     by, folders = tables.by, tables.folders
-    schema = folders[1].schema
-    fields = {name: schema.field(name) for name in dict.fromkeys([by, *folders[1].index, *keep])}
-    for name, of in fields.items():
-        if pa.types.is_dictionary(of.type):
-            fields[name] = pa.field(name, of.type.value_type)
-    kept = {_KEPT(name): schema.field(name) for name in fields if name != by}
+    if taken := [name for name in folders[1].index if name == "prediction" or name in levels]:
+        raise ValueError(
+            f"{folders[1].name}: the index {taken[0]!r} is called as a column of predictions is; rename it"
+        )
+    group, *kept = _fields(folders[1], by, keep)
     of_test = {name: decided for name, decided in tables.columns.items() if name != tables.target}
-    readers = (Reader(0, tables.columns, {}), Reader(1, of_test, kept))
+    readers = (Reader(0, tables.columns, []), Reader(1, of_test, kept))
     done, count, predicted = begin("Predicting", len(tables.groups[1])), 0, 0
     report = Tally().report(0, {})
     with _new_folder(out) as part:
-        predictor = _PartPredictor(_Model(closed.lent_specs), _lean(tables), fields, levels, part, settings)
+        predictor = _PartPredictor(_Model(closed.lent_specs), _lean(tables), readers, group, levels, part, settings)
         for answer in _each_partition(predictor, tables, readers, client):
             report += answer.report
             predicted, count = predicted + answer.predicted, count + answer.groups
@@ -263,7 +281,7 @@ def predict_folders(
 
 def _lean(tables: FolderTables) -> FolderTables:
     """Without what a worker does not need."""
-    folders = [Folder(folder.name, None, [], [], 0, 0) for folder in tables.folders]
+    folders = [Folder(folder.name, {}, [], [], 0, 0) for folder in tables.folders]
     return FolderTables((folders[0], folders[1]), tables.target, tables.by, tables.columns, ({}, {}), [], [])
 
 
@@ -280,8 +298,8 @@ def _each_partition(
     n = min(groups, max(_SHARES * threads, groups // _GROUPS, size // _BYTES))
     with client.as_current():
         shuffled = [
-            dd.from_map(reader, folder.pieces, meta=reader.empty()).shuffle(
-                on=tables.by, npartitions=n, shuffle_method="p2p"
+            dd.from_map(reader, folder.pieces, meta=reader.empty(), label="read").shuffle(
+                on=reader.called(tables.by), npartitions=n, shuffle_method="p2p"
             )
             for reader, folder in zip(readers, tables.folders, strict=True)
         ]

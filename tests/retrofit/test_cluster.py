@@ -9,6 +9,8 @@ from contextlib import closing
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -308,6 +310,39 @@ def test_the_index_of_a_folder_is_kept(predict, panel, expected, tmp_path):
     result = predict(f"--test {tmp_path}/test --quantiles 0.1 --too-few nan --out {tmp_path}/out")
     assert result.exit_code == 0, result.output
     assert_same(pd.read_parquet(tmp_path / "out"), expected)
+
+
+def test_what_is_kept_is_as_it_was_whatever_columns_are_called(predict, panel, closed, tmp_path):
+    kept = {
+        "whole": pa.array([2**60 + i if i % 3 else None for i in range(24)]),
+        "flag": pa.array([None, True, False] * 8),
+        "clock": pa.array(range(24), pa.time32("s")),
+        "price": pa.array(range(24)).cast(pa.decimal128(21, 2)),
+        "code": pa.array([b"\xff%c" % i for i in range(24)], pa.binary(2)),
+        "time": pa.array([2**60 + i for i in range(24)], pa.timestamp("ns", "Asia/Tokyo")),
+        "word": pa.array(["red", None, "green"] * 8).dictionary_encode(),
+    }
+    for side in ("train", "test"):
+        (tmp_path / side).mkdir()
+        for clock, file in zip("Japan UTC Europe/Paris UTC".split(), sorted((panel / side).iterdir()), strict=True):
+            frame = pd.read_parquet(file).rename(columns={"x": "(position)", "n": "_partitions", "kind": "0"})
+            frame["day"] = frame["day"].dt.tz_localize(clock)
+            table = pa.Table.from_pandas(frame, preserve_index=False)
+            for name, values in kept.items() if side == "test" else ():
+                table = table.append_column(name, values)
+            pq.write_table(table, tmp_path / side / file.name)
+        pq.write_table(table[:0], tmp_path / side / "4.parquet")
+    names = f"--train {tmp_path}/train --test {tmp_path}/test --out {tmp_path}/out" + " --keep ".join(["", "id", *kept])
+    result = predict(f"{names} --too-few nan")
+    assert result.exit_code == 0, result.output
+    found, test = (pq.read_table(tmp_path / name).sort_by("id") for name in ("out", "test"))
+    for name in ["shop", "id", *kept]:
+        assert found[name].equals(test[name].cast(pa.string()) if name == "word" else test[name])
+
+    train, test = (pd.read_parquet(tmp_path / side) for side in ("train", "test"))
+    settings = {"target": "y", "by": "shop", "too_few": "nan", "device": "cpu", "inference_precision": torch.float64}
+    expected = closed.predict_groups(train, test[train.columns.drop("y")], **settings)
+    assert_same(found.select(["id", "prediction"]).to_pandas(), test[["id"]].assign(prediction=expected))
 
 
 def test_a_bad_group(predict, panel, expected, tmp_path):
