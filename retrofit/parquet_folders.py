@@ -107,7 +107,7 @@ def open_folder(folder: Path) -> Folder:
             ]
         elif odd := sorted(set(schema.names) ^ set(opened.types)):
             raise ValueError(f"{file} and {files[0]} do not have the same columns: {odd}")
-        for of in schema:
+        for of in schema if parquet.metadata.num_rows else ():  # types of no rows say nothing
             opened.types[of.name].setdefault(of.type, str(file))
         row = last = 0
         for i in range(parquet.metadata.num_row_groups):
