@@ -174,7 +174,7 @@ def test_a_nearly_exact_host_is_named_and_its_mean_given_without_it(tmp_path: Pa
 
 
 def test_how_far_one_table_decides_is_shown(tmp_path: Path) -> None:
-    changes = {
+    changes: dict[str, dict[str, tuple[float, ...]]] = {
         "oa": {"a": (0.1, 0.3), "b": (9.0, 5.0), "c": (0.0, 0.4)},
         "closed": {"a": (-8.0,), "b": (1,), "c": (2,)},
     }
