@@ -173,7 +173,7 @@ def check_groups(
         if frame[by].isna().any():
             first = int(frame[by].isna().to_numpy().argmax()) + 1
             raise ValueError(f"{frame[by].isna().sum()} rows of {name} have no group in {by!r}, such as row {first}")
-        if not frame[by].map(lambda group: isinstance(group, Hashable)).all():
+        if not all(isinstance(group, Hashable) for group in frame[by]):
             raise ValueError(f"{by!r} of {name} holds values that cannot name a group, such as {frame[by].iloc[0]!r}")
     if target not in train.columns:
         raise ValueError(

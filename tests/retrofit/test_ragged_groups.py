@@ -79,6 +79,17 @@ def test_groups(closed, sales):
     np.testing.assert_allclose(pooled[few], by_store(closed.specs, train, test[few], None), **SAME)
 
 
+@pytest.mark.parametrize("stores", ["a", "ab"])
+def test_groups_may_be_categories(closed, sales, stores):
+    """Of which pandas maps each category once, and to categories where that is one to one."""
+    chosen = [frame[frame["store"].isin(list(stores))] for frame in sales]
+    days = {store: pd.Timestamp(2024, 1, 1 + i) for i, store in enumerate(stores)}
+    dated = [frame.assign(store=frame["store"].map(days).astype("category")) for frame in chosen]
+    names = {"target": "sold", "by": "store", **OPTIONS}
+    expected = closed.predict_groups(*chosen, **names)
+    pd.testing.assert_series_equal(closed.predict_groups(*dated, **names), expected, rtol=0, atol=SAME["atol"])
+
+
 def test_groups_min_rows_and_quantiles(closed, sales):
     train, test = sales
     few = test["store"].isin(["d", "e"])
