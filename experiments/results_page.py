@@ -186,16 +186,15 @@ def readme_results() -> str:
 
 def largest_changes() -> str:
     """Of which tables the largest changes are, what the means are without them, and how good the host is there."""
-    statistics = evaluation(QUOTED).summary["statistics"]
+    statistics = [row for row in evaluation(QUOTED).summary["statistics"] if row["variant"] != IDENTITY]
     without = {row["variant"]: percent(row["mean_without_largest"]) for row in statistics if row["measure"] == "rmse"}
     errors, sentences = _frame("host-rdata.json").set_index("dataset"), []
     for table, variants in tables_of_largest(statistics).items():
-        if means := ", ".join(f"{without[variant]} (`{variant}`)" for variant in variants if variant != IDENTITY):
-            host, forest = errors.loc[table, ["host", "random_forest"]]
-            sentences.append(
-                f"Without {table.rpartition('/')[2]}, the table of the largest change, the means are {means}. There "
-                f"the host's RMSE is {host:.2f} of that of predicting the mean, a random forest's {forest:.2f}."
-            )
+        name, means = table.rpartition("/")[2], ", ".join(f"{without[variant]} (`{variant}`)" for variant in variants)
+        sentences.append(f"Without {name}, the table of the largest change, the means are {means}.")
+        for _, row in errors[errors.index == table].iterrows():
+            share = f"There the host's RMSE is {row['host']:.2f} of that of predicting the mean, a random forest's"
+            sentences.append(f"{share} {row['random_forest']:.2f}.")
     return " ".join(sentences)
 
 
