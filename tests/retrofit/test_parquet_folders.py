@@ -6,6 +6,7 @@ import sys
 import uuid
 from collections import Counter
 from decimal import Decimal
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,6 +17,7 @@ import pytest
 from oretrofit.retrofit.columns import Table, read_columns
 from oretrofit.retrofit.parquet_folders import POSITION, Look, Reader, decide, open_folder
 from oretrofit.retrofit.predict_folders import FolderTables, _fields, _group_column, _target_column, predict_folders
+from oretrofit.retrofit.tables import read_table
 
 N = 24
 RNG = np.random.default_rng(0)
@@ -246,7 +248,7 @@ def test_clocks_are_those_of_one_machine(train, tmp_path):
         write_files(tmp_path / "train", **files),
         write_files(tmp_path / "test", a=pa.array([0], pa.timestamp("us", "US/Pacific"))),
     ]
-    whole = read_columns([Table(folder.name, pd.read_parquet(folder.name)) for folder in folders], ["x"])
+    whole = read_columns([read_table(Path(folder.name)) for folder in folders], ["x"])
     clocks = [str(frame["x"].dt.tz) for frame in whole.frames]
     assert [str(dtype.tz) for dtype in decide_on(folders, "x").dtypes] == clocks
 
