@@ -108,14 +108,14 @@ def _frame(name: str) -> pd.DataFrame:
 
 def evaluation(name: str) -> SimpleNamespace:
     """An evaluation's `rows` (as of `runs.case_rows`), and of its summary the parts, in Markdown."""
-    return _evaluation(RESULTS / name)
+    return _evaluation(name, *((RESULTS / name / file).read_bytes() for file in (runs.CASES, runs.SETTINGS)))
 
 
-@functools.cache  # its statistics take seconds, and two pages quote them
-def _evaluation(folder: Path) -> SimpleNamespace:
-    run = runs.read_run(folder)
+@functools.cache  # its statistics take seconds, and two pages quote them; of the same content they are the same
+def _evaluation(name: str, *_: bytes) -> SimpleNamespace:
+    run = runs.read_run(RESULTS / name)
     rows = runs.case_rows(run.results())
-    summary = make_summary(run.settings, rows, read(f"{folder.name}/summary.json").get("failed", []))
+    summary = make_summary(run.settings, rows, read(f"{name}/summary.json").get("failed", []))
     return SimpleNamespace(
         rows=rows,
         summary=summary,
