@@ -321,25 +321,32 @@ def _restore(
     file: Path, settings: PretrainSettings, first: str | None, model: Any, optimizers: list[torch.optim.Optimizer]
 ) -> int:
     """Put an earlier run's state on model and optimizers; the number of steps that it had done."""
-    try:
+    with _naming(file):
         state = torch.load(file, weights_only=True, map_location="cpu")
         stored, step = state["settings"], state["step"]
-        if stored == asdict(settings) and state.get("first_weights") == first:
-            model.load_state_dict(state["model"])
-            for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-                optimizer.load_state_dict(saved)
-    except OSError:
-        raise
-    except Exception as error:  # torch raises its own, pickle's and zipfile's
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"{file} is no state of a training ({reason}); remove it, or choose another --out") from error
     if stored != asdict(settings):
         raise ValueError(f"{file.parent} holds a run with other settings, {stored}; choose another --out")
     if state.get("first_weights") != first:
         raise ValueError(
             f"{file.parent} holds a run that began with other weights of {settings.start}; choose another --out"
         )
+    with _naming(file):
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
     return step
+
+
+@contextlib.contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """What is wrong with a state: torch raises its own errors, pickle's and zipfile's, and none names the file."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{file} is no state of a training ({reason}); remove it, or choose another --out") from error
 
 
 def _logged(file: Path, start: int) -> list[str]:

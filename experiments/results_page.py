@@ -192,9 +192,9 @@ def largest_changes() -> str:
     for table, variants in tables_of_largest(statistics).items():
         name, means = table.rpartition("/")[2], ", ".join(f"{without[variant]} (`{variant}`)" for variant in variants)
         sentences.append(f"Without {name}, the table of the largest change, the means are {means}.")
-        for _, row in errors[errors.index == table].iterrows():
-            share = f"There the host's RMSE is {row['host']:.2f} of that of predicting the mean, a random forest's"
-            sentences.append(f"{share} {row['random_forest']:.2f}.")
+        if table in errors.index:
+            host, forest = errors.loc[table, ["host", "random_forest"]]
+            sentences.append(f"There the host's RMSE is {host:.2f} of the mean's, a random forest's {forest:.2f}.")
     return " ".join(sentences)
 
 

@@ -9,7 +9,6 @@ what was predicted; see `predictions`.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -224,8 +223,9 @@ def _remove_unfinished(folder: Path) -> None:
     """Remove what a killed run had begun to write (`files.replacing`)."""
     names = [Path(name) for name in (*REPORTS, CASES, SETTINGS)]
     patterns = [f".*{name.stem}.*.part{name.suffix}" for name in names] + [f"{PREDICTIONS}/.*.part.npz"]
-    for part in itertools.chain.from_iterable(map(folder.glob, patterns)):
-        part.unlink(missing_ok=True)
+    for pattern in patterns:
+        for part in folder.glob(pattern):
+            part.unlink(missing_ok=True)
 
 
 def read_run(folder: Path) -> Run:

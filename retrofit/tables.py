@@ -106,7 +106,9 @@ def _read_folder(path: Path) -> pd.DataFrame:
         return pa.dataset.FileSystemDataset(files, schema, dataset.format, dataset.filesystem).to_table().to_pandas()
     except pa.ArrowInvalid as error:
         mixed = [name for name in fields if any(file.physical_schema.field(name) != fields[name] for file in files)]
-        raise ValueError(f"{error}; files have different types of {mixed or 'no column'}") from error
+        if not mixed:
+            raise
+        raise ValueError(f"{error}; files have different types of {mixed}") from error
 
 
 def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
